@@ -1,0 +1,30 @@
+"""How the work is spread: mesh axes, micro-batches, scan and remat."""
+
+from typing import Literal
+
+from jaxfound.config.schema import Section, key
+
+AxisName = Literal["pipeline", "data", "fsdp", "expert", "context", "tensor"]
+AXES: tuple[AxisName, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+
+class ParallelConfig(Section):
+    """Degrees of the six mesh axes, and how the layers are walked."""
+
+    pipeline: int = key(1, "stages the layers are cut into", ge=1)
+    data: int | Literal["auto"] = key(
+        "auto", "replicas of the model; auto = every device the other axes leave"
+    )
+    fsdp: int = key(1, "devices that share parameters, gradients and optimizer state", ge=1)
+    expert: int = key(1, "devices that share the experts", ge=1)
+    context: int = key(1, "devices that share one sequence", ge=1)
+    tensor: int = key(1, "devices that share one matrix product", ge=1)
+    num_microbatches: int = key(
+        1, "pieces a global batch is cut into; gradients are summed over them", ge=1
+    )
+    layers_per_scan_step: int | Literal["all"] = key(
+        1, "layers unrolled in one step of the scan over layers; all = no scan"
+    )
+    remat: Literal["none", "matmul_outputs", "full"] = key(
+        "none", "what the backward pass recomputes: nothing, all but matmul outputs, everything"
+    )

@@ -1,0 +1,1 @@
+"""Kernels that know arrays and tiles and nothing of models."""
