@@ -1,6 +1,6 @@
 """What a model is: the part of a config that a checkpoint stores."""
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -72,7 +72,7 @@ class MoeConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _groups_fit(self) -> Self:
+    def _groups_fit(self) -> "MoeConfig":
         e, g = self.num_experts, self.num_groups
         if e % g:
             raise ValueError(f"num_groups={g} does not divide num_experts={e}")
@@ -131,10 +131,11 @@ class ModelConfig(Section):
         return self.num_dense_layers if self.ffn == "moe" else 0
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
+    def _parts_fit(self) -> "ModelConfig":
         if self.mixer == "gqa" and self.num_heads % self.gqa.num_kv_heads:
             raise ValueError(
-                f"gqa.num_kv_heads={self.gqa.num_kv_heads} does not divide num_heads={self.num_heads}"
+                f"gqa.num_kv_heads={self.gqa.num_kv_heads} does not divide "
+                f"num_heads={self.num_heads}"
             )
         rotated = self.gqa.head_dim if self.mixer == "gqa" else self.mla.qk_rope_head_dim
         if rotated % 2:

@@ -1,9 +1,12 @@
 """How the work is spread: mesh axes, micro-batches, scan and remat."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from jaxfound.config.schema import Section, key
 
+Positive = Annotated[int, Field(ge=1)]
 AxisName = Literal["pipeline", "data", "fsdp", "expert", "context", "tensor"]
 AXES: tuple[AxisName, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
@@ -12,7 +15,7 @@ class ParallelConfig(Section):
     """Degrees of the six mesh axes, and how the layers are walked."""
 
     pipeline: int = key(1, "stages the layers are cut into", ge=1)
-    data: int | Literal["auto"] = key(
+    data: Positive | Literal["auto"] = key(
         "auto", "replicas of the model; auto = every device the other axes leave"
     )
     fsdp: int = key(1, "devices that share parameters, gradients and optimizer state", ge=1)
@@ -22,7 +25,7 @@ class ParallelConfig(Section):
     num_microbatches: int = key(
         1, "pieces a global batch is cut into; gradients are summed over them", ge=1
     )
-    layers_per_scan_step: int | Literal["all"] = key(
+    layers_per_scan_step: Positive | Literal["all"] = key(
         1, "layers unrolled in one step of the scan over layers; all = no scan"
     )
     remat: Literal["none", "matmul_outputs", "full"] = key(

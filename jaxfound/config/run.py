@@ -1,6 +1,6 @@
 """The whole of what was asked: one frozen tree, and the checks that span its sections."""
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -17,7 +17,9 @@ class RunConfig(Section):
     """One run: model, mesh, precision, data, optimizer, steps, checkpoints."""
 
     format_version: Literal[1] = key(FORMAT_VERSION, "version of this file's layout")
-    name: str = key("run", "the run's folder under runs_dir", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = key(
+        "run", "the run's folder under runs_dir", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+    )
     runs_dir: str = key("runs", "folder of all runs", min_length=1)
     seed: int = key(0, "of initial weights and of the data's order", ge=0, lt=2**31)
     preset: str = key("", "name of the model preset that `model` started from")
@@ -30,7 +32,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
+    def _sections_agree(self) -> "RunConfig":
         check_batch_divides(self)
         check_scan_divides(self)
         check_schedule_fits(self)

@@ -19,7 +19,7 @@ class Section(BaseModel):
     )
 
 
-def key(default: Any, meaning: str, *, unit: str = "", **limits: Any) -> Any:  # noqa: ANN401
+def key(default: Any, meaning: str, *, unit: str = "", **limits: Any) -> Any:
     """Declare one config key: its default, what it means, its unit and its range.
 
     Args:

@@ -1,1 +1,1 @@
-"""Placeholder docstring."""
+"""Layers of the decoder, one idea a file."""

@@ -1,0 +1,49 @@
+# One command each; `make help` lists them.
+#   EXTRAS=dev,cuda13 JAX_PLATFORMS=cuda make train     on a machine with GPUs
+SHELL := bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS ?= dev
+CONFIG ?= configs/tiny-mla-moe.yaml
+ARGS ?=
+READY := $(VENV)/.ready-$(EXTRAS)
+
+export JAX_PLATFORMS ?= cpu
+export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
+
+$(READY): pyproject.toml constraints.txt .ci/venv
+	@PYTHON="$(PYTHON)" bash .ci/venv $(VENV) $(EXTRAS)
+	@touch $@
+
+.PHONY: set-up train test test-slow lint fix clean help
+
+set-up: $(READY) ## make .venv with everything that the other targets need
+
+train: $(READY) ## train CONFIG (default: the tiny MLA + MoE model) on the embedded text
+	@$(BIN)/jaxfound train $(CONFIG) $(ARGS)
+
+test: $(READY) ## every test but the slow ones
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## the long proofs
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(READY) ## the gates, fastest first: format, lint, import floors, types, architecture
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/python -m pytest -q tests/architecture
+
+fix: $(READY) ## format, and repair what ruff can repair
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+clean: ## remove caches and the virtual environment; runs/ stays
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile

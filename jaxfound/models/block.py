@@ -1,0 +1,73 @@
+"""One decoder layer: mixer and feed-forward, each behind its norm and beside the residual."""
+
+from typing import Literal, NamedTuple
+
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from jaxfound.config.model import ModelConfig
+from jaxfound.models.cache import LayerCache
+from jaxfound.models.execution import Execution
+from jaxfound.models.layers.attention import GroupedQueryAttention, View
+from jaxfound.models.layers.mla import LatentAttention
+from jaxfound.models.layers.mlp import Mlp
+from jaxfound.models.layers.moe import MixtureOfExperts
+from jaxfound.models.layers.norm import RMSNorm
+from jaxfound.models.layers.router import LoadStats
+
+MIXERS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
+
+
+class BlockInput(NamedTuple):
+    """What every layer of a row shares.
+
+    Attributes:
+        view: what each token may see.
+        real: False for padding [B T].
+    """
+
+    view: View
+    real: Bool[Array, "B T"]
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        ffn: Literal["dense", "moe"],
+        *,
+        rngs: nnx.Rngs,
+        execution: Execution,
+        path: str,
+    ) -> None:
+        self.mixer_norm = RMSNorm(cfg.embed_dim, eps=cfg.norm_eps)
+        self.mixer = MIXERS[cfg.mixer](cfg, rngs=rngs, execution=execution, path=f"{path}.mixer")
+        self.ffn_norm = RMSNorm(cfg.embed_dim, eps=cfg.norm_eps)
+        if ffn == "moe":
+            self.ffn = MixtureOfExperts(cfg, rngs=rngs, execution=execution, path=f"{path}.ffn")
+        else:
+            self.ffn = Mlp(cfg, cfg.ffn_dim, rngs=rngs, execution=execution, path=f"{path}.ffn")
+
+    def __call__(
+        self, x: Float[Array, "B T D"], row: BlockInput
+    ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
+        """Return the layer's output and, with experts, their load."""
+        x = x + self.mixer(self.mixer_norm(x), row.view)
+        return self._feed_forward(x, row)
+
+    def extend(
+        self, x: Float[Array, "B T D"], cache: LayerCache, row: BlockInput
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """Return the layer's output for T new tokens and the cache that holds them."""
+        mixed, cache = self.mixer.extend(self.mixer_norm(x), cache, row.view)
+        return self._feed_forward(x + mixed, row)[0], cache
+
+    def _feed_forward(
+        self, x: Float[Array, "B T D"], row: BlockInput
+    ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
+        if isinstance(self.ffn, MixtureOfExperts):
+            mixed, stats = self.ffn(self.ffn_norm(x), real=row.real)
+            return x + mixed, stats
+        return x + self.ffn(self.ffn_norm(x)), None

@@ -1,0 +1,136 @@
+"""Models as arrays: described without any, or born already sharded."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxfound.config.model import ModelConfig
+from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.models.decoder import Decoder
+from jaxfound.models.execution import Execution
+from jaxfound.models.layers.parameter import Buffer
+
+
+def abstract(cfg: ModelConfig, *, execution: Execution = Execution()) -> Decoder:
+    """Return the model with shapes in place of arrays; nothing is allocated."""
+    return nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(0), execution=execution))
+
+
+def describe(cfg: ModelConfig) -> ParamTable:
+    """Return every parameter and buffer of the model as plain data."""
+    specs = []
+    for path, variable in nnx.to_flat_state(nnx.state(abstract(cfg))):
+        value = variable.get_value()
+        specs.append(
+            ParamSpec(
+                path=dotted(path),
+                shape=tuple(value.shape),
+                dtype=np.dtype(value.dtype).name,
+                dims=tuple(variable.get_metadata()["out_sharding"]),
+                kind="buffer" if isinstance(variable, Buffer) else "param",
+            )
+        )
+    return ParamTable(tuple(specs))
+
+
+def build(
+    cfg: ModelConfig,
+    *,
+    execution: Execution = Execution(),
+    seed: int = 0,
+    mesh: Mesh | None = None,
+) -> Decoder:
+    """Return the model with fresh weights, each array created where the mesh keeps it.
+
+    Args:
+        cfg: what the model is.
+        execution: how it runs here.
+        seed: of the weights; the same seed gives the same weights on every mesh.
+        mesh: from `build_mesh`; None builds on the default device.
+    """
+    frame = Frame(cfg, execution=execution)
+    shardings = None if mesh is None else frame.shardings(mesh)
+    return frame.bind(*jax.jit(frame.fresh, static_argnums=0, out_shardings=shardings)(seed))
+
+
+class Frame:
+    """A model without its arrays: turns a flat dict of arrays back into a Decoder inside a trace.
+
+    Training keeps arrays as plain dicts keyed by the ParamTable's paths: cheap to dispatch,
+    readable in a checkpoint, and independent of the module library.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, execution: Execution = Execution()) -> None:
+        model = abstract(cfg, execution=execution)
+        self.cfg = cfg
+        self.execution = execution
+        self._graph, state = nnx.split(model)
+        self._variables = dict(nnx.to_flat_state(state))
+
+    def bind(self, *arrays: Mapping[str, jax.Array]) -> Decoder:
+        """Return the model with these arrays; together they cover every path exactly once.
+
+        Raises:
+            KeyError: if a path is missing; the message names it.
+        """
+        merged = {path: a for group in arrays for path, a in group.items()}
+        flat = [(p, v.replace(merged[dotted(p)])) for p, v in self._variables.items()]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def shardings(self, mesh: Mesh) -> "Arrays[NamedSharding]":
+        """Return where each array lives on `mesh`."""
+        return self._grouped(
+            lambda v: NamedSharding(
+                mesh, self.execution.rules.param_spec(v.get_metadata()["out_sharding"])
+            )
+        )
+
+    def shapes(self) -> "Arrays[jax.ShapeDtypeStruct]":
+        """Return the shape and format of each array."""
+        return self._grouped(lambda v: v.get_value())
+
+    def fresh(self, seed: int) -> "Arrays[jax.Array]":
+        """Return new weights; the same seed gives the same weights on every mesh.
+
+        Call it under jit with `shardings` as out_shardings, so that arrays are born in place.
+        """
+        model = Decoder(self.cfg, rngs=nnx.Rngs(seed), execution=self.execution)
+        return arrays_of(model)
+
+    def _grouped[T](self, of: Callable[[nnx.Variable], T]) -> "Arrays[T]":
+        return _split(((p, v, of(v)) for p, v in self._variables.items()))
+
+
+class Arrays[T](NamedTuple):
+    """Something for each array of a model, by dotted path.
+
+    Attributes:
+        params: of what the optimizer trains.
+        buffers: of what it does not touch.
+    """
+
+    params: dict[str, T]
+    buffers: dict[str, T]
+
+
+def arrays_of(model: Decoder) -> Arrays[jax.Array]:
+    """Return the model's arrays as two flat dicts."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return _split((path, v, v.get_value()) for path, v in flat)
+
+
+def dotted(path: Iterable[Hashable]) -> str:
+    """Return a module path as the ParamTable writes it."""
+    return ".".join(str(part) for part in path)
+
+
+def _split[T](entries: Iterable[tuple[tuple[Hashable, ...], nnx.Variable, T]]) -> Arrays[T]:
+    groups: Arrays[T] = Arrays({}, {})
+    for path, variable, value in entries:
+        group = groups.buffers if isinstance(variable, Buffer) else groups.params
+        group[dotted(path)] = value
+    return groups

@@ -1,0 +1,171 @@
+"""The decoder: embedding, a leading dense stack, the main stack, head, extra predictions."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxfound.config.model import ModelConfig
+from jaxfound.models.block import Block, BlockInput
+from jaxfound.models.cache import Cache, LayerCache, slots_of
+from jaxfound.models.execution import Execution
+from jaxfound.models.layers.attention import cached_view, packed_view
+from jaxfound.models.layers.embedding import Embedding, Head, logits_of
+from jaxfound.models.layers.norm import RMSNorm
+from jaxfound.models.layers.router import LoadStats
+from jaxfound.models.mtp import MtpModule
+from jaxfound.parallelism.remat import rematerialize
+
+
+class Hidden(NamedTuple):
+    """The decoder's output before the head.
+
+    Attributes:
+        final: normalised, ready for the head [B T D].
+        stream: the residual stream before the last norm [B T D]; multi-token prediction reads it.
+        load: expert load of every layer with experts, stacked; None without experts.
+    """
+
+    final: Float[Array, "B T D"]
+    stream: Float[Array, "B T D"]
+    load: LoadStats | None
+
+
+class Decoder(nnx.Module):
+    """A causal language model from a ModelConfig; layers of a kind are stacked arrays."""
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution) -> None:
+        self.embedding = Embedding(cfg, rngs=rngs, execution=execution)
+        first = cfg.num_leading_layers
+        self.leading = (
+            stack(cfg, "dense", first, rngs=rngs, execution=execution, path="leading")
+            if first
+            else None
+        )
+        self.layers = stack(
+            cfg, cfg.ffn, cfg.num_layers - first, rngs=rngs, execution=execution, path="layers"
+        )
+        self.final_norm = RMSNorm(cfg.embed_dim, eps=cfg.norm_eps)
+        self.head = Head(cfg, rngs=rngs, execution=execution)
+        self.mtp = nnx.List(
+            MtpModule(cfg, rngs=rngs, execution=execution, path=f"mtp.{i}")
+            for i in range(cfg.mtp_depth)
+        )
+        self.cfg = cfg
+        self.execution = execution
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Return the float32 logits of the next token, padded ids at -1e30.
+
+        Args:
+            tokens: token ids, each row one document unless `segment_ids` says otherwise.
+            positions: place of each token in its document; 0, 1, 2 … by default.
+            segment_ids: document of each token, 0 = padding; one document a row by default.
+        """
+        hidden = self.hidden(tokens, self.row(tokens, positions, segment_ids))
+        return self.logits(hidden.final)
+
+    def row(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> BlockInput:
+        """Return what the layers share of these rows, with the defaults filled in."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        return BlockInput(packed_view(positions, segment_ids), segment_ids > 0)
+
+    def hidden(self, tokens: Int[Array, "B T"], row: BlockInput) -> Hidden:
+        """Return the decoder's output before the head."""
+        x = self.embedding(tokens)
+        if self.leading is not None:
+            x, _ = walk(self.leading, x, row, execution=self.execution)
+        x, load = walk(self.layers, x, row, execution=self.execution)
+        return Hidden(self.final_norm(x), x, load)
+
+    def logits(self, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Return the float32 logits of normalised states."""
+        return logits_of(final, self.head.matrix(self.embedding), head=self.head)
+
+    def extend(
+        self, tokens: Int[Array, "B T"], cache: Cache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T V"], Cache]:
+        """Append tokens at `positions` to the cache; return their logits and the new cache.
+
+        Prefill is this with a whole prompt, decoding with one token. Slots of later positions are
+        never read, so a padded prompt's tail is overwritten by what follows it.
+        """
+        row = BlockInput(cached_view(positions, slots_of(cache)), jnp.ones(tokens.shape, bool))
+        x, leading = self.embedding(tokens), cache.leading
+        if self.leading is not None and leading is not None:
+            x, leading = walk_cached(self.leading, x, leading, row=row)
+        x, layers = walk_cached(self.layers, x, cache.layers, row=row)
+        return self.logits(self.final_norm(x)), Cache(leading, layers)
+
+
+def stack(
+    cfg: ModelConfig,
+    ffn: Literal["dense", "moe"],
+    num_layers: int,
+    *,
+    rngs: nnx.Rngs,
+    execution: Execution,
+    path: str,
+) -> Block:
+    """Return `num_layers` blocks as one block whose arrays have a leading `layers` dim."""
+
+    @nnx.split_rngs(splits=num_layers)
+    @partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(cfg, ffn, rngs=rngs, execution=execution, path=path)
+
+    return make(rngs)
+
+
+def walk(
+    blocks: Block, x: Float[Array, "B T D"], row: BlockInput, *, execution: Execution
+) -> tuple[Float[Array, "B T D"], LoadStats | None]:
+    """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step."""
+
+    def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
+        return block(x, row)
+
+    return scan_layers(rematerialize(one, execution.remat), x, blocks, execution=execution)
+
+
+def walk_cached(
+    blocks: Block, x: Float[Array, "B T D"], cache: LayerCache, *, row: BlockInput
+) -> tuple[Float[Array, "B T D"], LayerCache]:
+    """Run x through stacked blocks, each with its own slice of the cache."""
+
+    def one(x: jax.Array, layer: tuple[Block, LayerCache]) -> tuple[jax.Array, LayerCache]:
+        block, slots = layer
+        return block.extend(x, slots, row)
+
+    return jax.lax.scan(one, x, (blocks, cache))
+
+
+def scan_layers[S](
+    one: Callable[[jax.Array, Block], tuple[jax.Array, S]],
+    x: jax.Array,
+    blocks: Block,
+    *,
+    execution: Execution,
+) -> tuple[jax.Array, S]:
+    """Scan `one` over the stacked layers of `blocks`."""
+    num_layers = jax.tree.leaves(blocks)[0].shape[0]
+    unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
+    return jax.lax.scan(one, x, blocks, unroll=unroll)

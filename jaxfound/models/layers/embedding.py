@@ -1,0 +1,54 @@
+"""Token embedding and output head, rows padded to a multiple; padding never counts."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxfound.config.model import ModelConfig
+from jaxfound.models.execution import Execution
+from jaxfound.models.layers.parameter import weight
+
+NEG_INF = -1e30
+
+
+class Embedding(nnx.Module):
+    """One row of channels for each token id."""
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution) -> None:
+        dims = (("vocab", cfg.padded_vocab_size), ("embed", cfg.embed_dim))
+        self.table = weight(rngs, dims, std=cfg.init_std)
+        self.execution = execution
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the rows of tokens [B T] as [B T D]; ids out of range give NaN, never a row."""
+        run = self.execution
+        table = run.rules.gather(self.table[...].astype(run.dtype), "vocab", "embed")
+        rows = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
+        return run.rules.constrain(rows, "batch", "seq", "embed")
+
+
+class Head(nnx.Module):
+    """Logits of the next token; its own matrix, or the embedding's when tied."""
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution) -> None:
+        dims = (("embed", cfg.embed_dim), ("vocab", cfg.padded_vocab_size))
+        self.kernel = None if cfg.tie_embeddings else weight(rngs, dims, std=cfg.init_std)
+        self.vocab_size = cfg.vocab_size
+        self.execution = execution
+
+    def matrix(self, embedding: Embedding) -> jax.Array:
+        """Return the matrix [D V] that turns channels into logits, whole over fsdp."""
+        run = self.execution
+        kernel = embedding.table[...].T if self.kernel is None else self.kernel[...]
+        return run.rules.gather(kernel.astype(run.dtype), "embed", "vocab")
+
+
+def logits_of(x: jax.Array, matrix: jax.Array, *, head: Head) -> jax.Array:
+    """Return float32 logits [B T V] of x [B T D]; padded ids are -1e30, so they never win."""
+    full = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    logits_BTV = jnp.einsum(
+        "BTD,DV->BTV", x, matrix, precision=full, preferred_element_type=jnp.float32
+    )
+    logits_BTV = head.execution.rules.constrain(logits_BTV, "batch", "seq", "vocab")
+    real_V = jnp.arange(matrix.shape[1]) < head.vocab_size
+    return jnp.where(real_V[None, None, :], logits_BTV, NEG_INF)

@@ -1,0 +1,41 @@
+"""Dense feed-forward: SwiGLU."""
+
+import math
+
+import jax
+from flax import nnx
+
+from jaxfound.config.model import ModelConfig
+from jaxfound.models.execution import Execution
+from jaxfound.models.layers.linear import Linear
+
+
+class Mlp(nnx.Module):
+    """down(silu(gate(x)) · up(x)) (Shazeer, 2020)."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        hidden: int,
+        *,
+        rngs: nnx.Rngs,
+        execution: Execution,
+        path: str,
+    ) -> None:
+        wide, narrow = (("ffn", hidden),), (("embed", cfg.embed_dim),)
+
+        def make(name: str, inputs: tuple, outputs: tuple, std: float) -> Linear:
+            return Linear(
+                inputs, outputs, rngs=rngs, execution=execution, path=f"{path}.{name}", std=std
+            )
+
+        self.gate = make("gate", narrow, wide, cfg.init_std)
+        self.up = make("up", narrow, wide, cfg.init_std)
+        self.down = make("down", wide, narrow, cfg.init_std / math.sqrt(2 * cfg.num_layers))
+        self.rules = execution.rules
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the feed-forward of x [B T D]."""
+        hidden_BTF = nnx.silu(self.gate(x)) * self.up(x)
+        hidden_BTF = self.rules.constrain(hidden_BTF, "batch", "seq", "ffn")
+        return self.rules.constrain(self.down(hidden_BTF), "batch", "seq", "embed")

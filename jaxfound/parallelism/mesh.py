@@ -1,0 +1,31 @@
+"""The one place that makes a device mesh."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxfound.config.parallel import AXES
+from jaxfound.parallelism.plan import ParallelPlan, PlanError
+
+
+def build_mesh(plan: ParallelPlan, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lay the plan's six axes over the devices; the last axis runs over neighbours.
+
+    Args:
+        plan: degrees of the axes.
+        devices: in the order the axes walk them; every device of the job by default.
+
+    Raises:
+        PlanError: if the degrees do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    if plan.num_devices != len(devices):
+        raise PlanError(
+            f"the plan is for {plan.num_devices} devices ({plan.degrees_text()}), but there are "
+            f"{len(devices)}. Make a plan for this topology, or pass the devices to use"
+        )
+    grid = np.asarray(devices).reshape([plan.degree(a) for a in AXES])
+    # Auto: the partitioner places collectives; Explicit would ask every matmul for its output's.
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,0 +1,128 @@
+"""What training minimises: next-token loss, further tokens, balance; each weighed by tokens."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxfound.config.run import RunConfig
+from jaxfound.data.batch import Batch
+from jaxfound.models.decoder import Decoder
+from jaxfound.models.layers.router import LoadStats
+from jaxfound.models.mtp import Ahead, look_ahead
+from jaxfound.training.loss import cross_entropy
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of the whole batch that each term is divided by, at least 1.
+
+    Attributes:
+        targets: next-token targets that count.
+        ahead: targets that count at each further depth [depths].
+        real: tokens that are not padding.
+    """
+
+    targets: Float[Array, ""]
+    ahead: Float[Array, " depths"]
+    real: Float[Array, ""]
+
+
+class Terms(NamedTuple):
+    """Sums of one micro-batch, ready to be added to those of the others.
+
+    Attributes:
+        nats: next-token loss, summed over counted targets.
+        log_z_squared: for the z-loss.
+        ahead_nats: loss of each further depth, summed [depths].
+        balance: balance loss of all layers, times tokens.
+        expert_counts: tokens each expert got, by the dotted path of its router's bias.
+    """
+
+    nats: Float[Array, ""]
+    log_z_squared: Float[Array, ""]
+    ahead_nats: Float[Array, " depths"]
+    balance: Float[Array, ""]
+    expert_counts: dict[str, Int[Array, "..."]]
+
+
+def token_counts(batch: Batch, *, num_depths: int) -> TokenCounts:
+    """Return the divisors of a whole batch; every micro-batch uses the same ones."""
+
+    def total(counted: jax.Array) -> jax.Array:
+        return jnp.maximum(counted.sum().astype(jnp.float32), 1.0)
+
+    ahead = [total(ahead_of(batch, depth).counted) for depth in range(1, num_depths + 1)]
+    return TokenCounts(
+        targets=total(batch.loss_mask),
+        ahead=jnp.stack(ahead) if ahead else jnp.zeros((0,)),
+        real=total(batch.segment_ids > 0),
+    )
+
+
+def ahead_of(batch: Batch, depth: int) -> Ahead:
+    """Return what the module of this depth reads and predicts."""
+    return look_ahead(batch.targets, batch.loss_mask, batch.segment_ids, depth=depth)
+
+
+def terms_of(model: Decoder, batch: Batch, *, cfg: RunConfig) -> Terms:
+    """Return the loss sums of one micro-batch."""
+    chunk = cfg.train.loss_chunk
+    row = model.row(batch.tokens, batch.positions, batch.segment_ids)
+    hidden = model.hidden(batch.tokens, row)
+    matrix = model.head.matrix(model.embedding)
+    sums = cross_entropy(
+        hidden.final,
+        matrix,
+        targets=batch.targets,
+        counted=batch.loss_mask,
+        head=model.head,
+        chunk=chunk,
+    )
+    loads: dict[str, LoadStats] = {}
+    if hidden.load is not None:
+        loads["layers.ffn.router.bias"] = hidden.load
+    stream, ahead_nats = hidden.stream, []
+    for i, module in enumerate(model.mtp):
+        ahead = ahead_of(batch, i + 1)
+        stream, load = module(stream, model.embedding(ahead.tokens), row)
+        if load is not None:
+            loads[f"mtp.{i}.block.ffn.router.bias"] = load
+        further = cross_entropy(
+            module.final_norm(stream),
+            matrix,
+            targets=ahead.targets,
+            counted=ahead.counted,
+            head=model.head,
+            chunk=chunk,
+        )
+        ahead_nats.append(further.nats)
+    return Terms(
+        nats=sums.nats,
+        log_z_squared=sums.log_z_squared,
+        ahead_nats=jnp.stack(ahead_nats) if ahead_nats else jnp.zeros((0,)),
+        balance=sum((s.balance_loss.sum() for s in loads.values()), jnp.zeros(())),
+        expert_counts={path: s.expert_counts for path, s in loads.items()},
+    )
+
+
+def objective_of(terms: Terms, counts: TokenCounts, *, cfg: RunConfig) -> Float[Array, ""]:
+    """Return what is minimised: L = nats + z + λ/D · Σ_d ahead_d + balance, each a token mean.
+
+    Source: DeepSeek-V3, equations 17 and 25 (λ is train.mtp_loss_weight).
+    """
+    total = terms.nats / counts.targets + terms.balance / counts.real
+    total = total + cfg.train.z_loss_weight * terms.log_z_squared / counts.targets
+    depths = max(terms.ahead_nats.shape[0], 1)
+    return total + cfg.train.mtp_loss_weight / depths * (terms.ahead_nats / counts.ahead).sum()
+
+
+def load_imbalance(counts: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the busiest expert's load over the mean load, the worst of all layers; 1 is even."""
+    worst = [
+        (c.max(axis=-1) / jnp.maximum(c.astype(jnp.float32).mean(axis=-1), 1.0)).max()
+        for c in counts.values()
+    ]
+    return jnp.stack(worst).max() if worst else jnp.ones(())
+

@@ -1,0 +1,64 @@
+"""The update rule and the learning rate of a step."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxfound.config.params import ParamTable
+from jaxfound.config.run import RunConfig
+from jaxfound.config.train import OptimizerConfig
+
+type Schedule = Callable[[jax.Array], jax.Array]
+
+
+def make_optimizer(cfg: OptimizerConfig, table: ParamTable) -> optax.GradientTransformation:
+    """Return AdamW without its learning rate (Loshchilov & Hutter, 2019).
+
+    The step multiplies by the rate of `TrainState.step`: a schedule that counted its own calls
+    would drift from the step after a skipped update or a resume.
+    """
+    decays = decayed(table)
+    return optax.chain(
+        optax.scale_by_adam(b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps),
+        optax.add_decayed_weights(cfg.weight_decay, mask=decays),
+    )
+
+
+def decayed(table: ParamTable) -> dict[str, bool]:
+    """Return which parameters decay: matrices, embedding and head included; never a norm.
+
+    Decided by logical dims, because a stack of norm scales [layers, D] looks like a matrix.
+    """
+    return {spec.path: spec.is_matrix for spec in table if spec.kind == "param"}
+
+
+def make_schedule(cfg: RunConfig) -> Schedule:
+    """Return the learning rate as a function of the optimizer steps already done.
+
+    Step n (counted from 0) of the warm-up trains at peak · (n + 1) / warmup_steps, so no step is
+    spent at zero; the last step of the run comes within one step of the final rate.
+    """
+    opt, steps = cfg.optimizer, cfg.train.steps
+    peak, floor, warm = opt.learning_rate, opt.learning_rate * opt.final_lr_ratio, opt.warmup_steps
+
+    def rate(step: jax.Array) -> jax.Array:
+        n = step.astype(jnp.float32)
+        rising = peak * (n + 1) / max(warm, 1)
+        return jnp.where(n < warm, rising, SHAPES[opt.schedule](n))
+
+    def cosine(n: jax.Array) -> jax.Array:
+        share = jnp.clip((n - warm) / max(steps - warm, 1), 0.0, 1.0)
+        return floor + (peak - floor) * 0.5 * (1 + jnp.cos(jnp.pi * share))
+
+    def stable_then_linear(n: jax.Array) -> jax.Array:
+        share = jnp.clip((n - (steps - opt.decay_steps)) / max(opt.decay_steps, 1), 0.0, 1.0)
+        return peak + (floor - peak) * share
+
+    SHAPES: dict[str, Schedule] = {
+        "cosine": cosine,
+        "wsd": stable_then_linear,
+        "constant": lambda n: jnp.full_like(n, peak),
+    }
+    return rate

@@ -1,0 +1,79 @@
+"""What changes during training, and where on the mesh it lives."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxfound.models.build import Frame
+
+
+class TrainState(NamedTuple):
+    """Everything a resumed run needs; the batch of a step is a function of `step` alone.
+
+    Attributes:
+        step: optimizer steps done, int32; also the position in the data.
+        params: float32 master weights by dotted path.
+        buffers: float32 arrays no optimizer touches (the router's bias), by dotted path.
+        optimizer: optax's state.
+        rng: key data of the run, uint32 [2]; consumers fold the step in.
+    """
+
+    step: jax.Array
+    params: dict[str, jax.Array]
+    buffers: dict[str, jax.Array]
+    optimizer: optax.OptState
+    rng: jax.Array
+
+
+def create_train_state(
+    frame: Frame, tx: optax.GradientTransformation, *, seed: int, mesh: Mesh
+) -> TrainState:
+    """Return the state of step 0, every array created where the mesh keeps it."""
+
+    def fresh() -> TrainState:
+        arrays = frame.fresh(seed)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=arrays.params,
+            buffers=arrays.buffers,
+            optimizer=tx.init(arrays.params),
+            rng=jax.random.key_data(jax.random.key(seed)),
+        )
+
+    return jax.jit(fresh, out_shardings=state_shardings(frame, tx, mesh=mesh))()
+
+
+def state_shardings(frame: Frame, tx: optax.GradientTransformation, *, mesh: Mesh) -> TrainState:
+    """Return the sharding of every array of the state; moments lie beside their parameter."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    arrays = frame.shardings(mesh)
+    moments = optax.tree_utils.tree_map_params(
+        tx,
+        lambda _, sharding: sharding,
+        jax.eval_shape(tx.init, frame.shapes().params),
+        arrays.params,
+        transform_non_params=lambda _: whole,
+    )
+    return TrainState(whole, arrays.params, arrays.buffers, moments, whole)
+
+
+def abstract_train_state(
+    frame: Frame, tx: optax.GradientTransformation, *, mesh: Mesh
+) -> TrainState:
+    """Return the state as shapes with shardings: what a checkpoint is restored into."""
+    shapes = frame.shapes()
+    state = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        params=shapes.params,
+        buffers=shapes.buffers,
+        optimizer=jax.eval_shape(tx.init, shapes.params),
+        rng=jax.ShapeDtypeStruct((2,), jnp.uint32),
+    )
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        state,
+        state_shardings(frame, tx, mesh=mesh),
+    )

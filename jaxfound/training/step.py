@@ -1,0 +1,164 @@
+"""One optimizer step as one compiled program."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from jaxfound.config.run import RunConfig
+from jaxfound.data.batch import Batch
+from jaxfound.models.build import Frame
+from jaxfound.models.layers.router import updated_bias
+from jaxfound.training.objective import (
+    Terms,
+    TokenCounts,
+    load_imbalance,
+    objective_of,
+    terms_of,
+    token_counts,
+)
+from jaxfound.training.optimizer import Schedule
+from jaxfound.training.state import TrainState, state_shardings
+
+type Grads = dict[str, jax.Array]
+
+
+class StepMetrics(NamedTuple):
+    """Numbers of one step, scalars on the device.
+
+    Attributes:
+        loss: next-token loss, nats a token.
+        ahead_loss: mean loss of the further depths, nats a token.
+        balance_loss: balance loss, a token mean.
+        grad_norm: global norm before clipping.
+        learning_rate: of this step.
+        num_targets: next-token targets that counted.
+        load_imbalance: busiest expert over the mean, the worst layer's.
+        finite: False when the update was skipped because something was not a number.
+    """
+
+    loss: Float[Array, ""]
+    ahead_loss: Float[Array, ""]
+    balance_loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+    num_targets: Float[Array, ""]
+    load_imbalance: Float[Array, ""]
+    finite: Bool[Array, ""]
+
+
+type TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+
+
+def make_train_step(
+    cfg: RunConfig,
+    frame: Frame,
+    tx: optax.GradientTransformation,
+    *,
+    schedule: Schedule,
+    mesh: Mesh,
+) -> TrainStep:
+    """Return the jitted step; it consumes the state it is given (its buffers are donated)."""
+    shardings = state_shardings(frame, tx, mesh=mesh)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            counts = token_counts(batch, num_depths=cfg.model.mtp_depth)
+            grads, terms = gradients(state, batch, frame=frame, cfg=cfg, counts=counts)
+            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, shardings.params)
+            norm = optax.global_norm(grads)
+            rate = schedule(state.step)
+            finite = jnp.isfinite(objective_of(terms, counts, cfg=cfg)) & jnp.isfinite(norm)
+            new = updated(state, grads, norm=norm, rate=rate, terms=terms, tx=tx, cfg=cfg)
+            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            metrics = metrics_of(terms, counts, norm=norm, rate=rate, finite=finite)
+            # The step always counts: the batch was seen, and the data must move on.
+            return kept._replace(step=state.step + 1), metrics
+
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+    )
+
+
+def gradients(
+    state: TrainState, batch: Batch, *, frame: Frame, cfg: RunConfig, counts: TokenCounts
+) -> tuple[Grads, Terms]:
+    """Return gradients and sums of the whole batch, summed over its micro-batches."""
+
+    def objective(params: Grads, piece: Batch) -> tuple[jax.Array, Terms]:
+        terms = terms_of(frame.bind(params, state.buffers), piece, cfg=cfg)
+        return objective_of(terms, counts, cfg=cfg), terms
+
+    def one(piece: Batch) -> tuple[Grads, Terms]:
+        grads, terms = jax.grad(objective, has_aux=True)(state.params, piece)
+        return grads, terms
+
+    pieces = cfg.parallel.num_microbatches
+    if pieces == 1:
+        return one(batch)
+    # Row i goes to micro-batch i % pieces, so that a device's rows stay on the device.
+    cut = jax.tree.map(
+        lambda a: jnp.moveaxis(a.reshape(-1, pieces, *a.shape[1:]), 1, 0), batch
+    )
+    zeros = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, jax.tree.map(lambda a: a[0], cut))
+    )
+    total, _ = jax.lax.scan(
+        lambda total, piece: (jax.tree.map(jnp.add, total, one(piece)), None), zeros, cut
+    )
+    return total
+
+
+def updated(
+    state: TrainState,
+    grads: Grads,
+    *,
+    norm: jax.Array,
+    rate: jax.Array,
+    terms: Terms,
+    tx: optax.GradientTransformation,
+    cfg: RunConfig,
+) -> TrainState:
+    """Return the state after clipping, the optimizer and the routers' bias update."""
+    limit = cfg.optimizer.clip_norm
+    if limit:
+        shrink = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+        grads = jax.tree.map(lambda g: g * shrink, grads)
+    moves, optimizer = tx.update(grads, state.optimizer, state.params)
+    params = jax.tree.map(lambda p, m: p - rate * m, state.params, moves)
+    bias_rate = cfg.model.moe.bias_update_rate
+    moved = {
+        path: updated_bias(state.buffers[path], counts, rate=bias_rate)
+        for path, counts in terms.expert_counts.items()
+    }
+    return state._replace(
+        params=params, optimizer=optimizer, buffers={**state.buffers, **moved}
+    )
+
+
+def metrics_of(
+    terms: Terms, counts: TokenCounts, *, norm: jax.Array, rate: jax.Array, finite: jax.Array
+) -> StepMetrics:
+    """Return the numbers of the step as token means."""
+    depths = max(terms.ahead_nats.shape[0], 1)
+    return StepMetrics(
+        loss=terms.nats / counts.targets,
+        ahead_loss=(terms.ahead_nats / counts.ahead).sum() / depths,
+        balance_loss=terms.balance / counts.real,
+        grad_norm=norm,
+        learning_rate=rate,
+        num_targets=counts.targets,
+        load_imbalance=load_imbalance(terms.expert_counts),
+        finite=finite,
+    )
+
+
+def batch_sharding(frame: Frame, mesh: Mesh) -> NamedSharding:
+    """Return where the rows of a batch [B T] lie on the mesh."""
+    return NamedSharding(mesh, frame.execution.rules.activation_spec(("batch", "seq")))
