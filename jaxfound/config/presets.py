@@ -40,7 +40,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             "expert_dim": 96,
             "num_groups": 4,
             "top_groups": 2,
-            "routed_scaling": 1.0,
+            # Ten times the published rate: a run of some hundred steps has no time for less.
+            "bias_update_rate": 0.01,
         },
         "mtp_depth": 1,
         "max_positions": 2048,

@@ -1,0 +1,1 @@
+"""The embedded text corpus, and the program that made it."""

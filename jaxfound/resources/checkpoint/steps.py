@@ -1,0 +1,101 @@
+"""The checkpoint directory: which steps are committed, how one becomes so, how one goes away.
+
+40/             committed: the name is the step, the manifest is inside
+60.saving/      being written; becomes 60 by one rename
+20.deleting/    no longer a checkpoint; what a killed deletion left
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from jaxfound.resources.checkpoint.manifest import MANIFEST
+
+SAVING = ".saving"
+DELETING = ".deleting"
+
+
+def committed(directory: Path) -> tuple[int, ...]:
+    """Return the committed steps under `directory`, smallest first, compared as numbers."""
+    return tuple(sorted(int(p.name) for p in _entries(directory) if is_step(p) and is_committed(p)))
+
+
+def incomplete(directory: Path) -> tuple[str, ...]:
+    """Return the names of saves that never became checkpoints."""
+    return tuple(
+        p.name
+        for p in _entries(directory)
+        if p.name.endswith(SAVING) or (is_step(p) and not is_committed(p))
+    )
+
+
+def is_step(path: Path) -> bool:
+    """Say whether `path` has a name that a committed step could have."""
+    return path.name.isdecimal() and path.name == str(int(path.name))
+
+
+def is_committed(path: Path) -> bool:
+    """Say whether the directory `path` holds a manifest."""
+    return (path / MANIFEST).is_file()
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Return an empty directory in which `step` can be written."""
+    saving = directory / f"{step}{SAVING}"
+    discard(saving)
+    saving.mkdir(parents=True)
+    return saving
+
+
+def commit(saving: Path) -> Path:
+    """Turn the finished directory `saving` into a committed step and return its new path.
+
+    Everything inside is on disk before the rename, and the rename is on disk afterwards; a
+    committed step of the same number goes away in between.
+    """
+    for path in [saving, *saving.rglob("*")]:
+        _sync(path)
+    final = saving.with_suffix("")
+    old = final.with_suffix(DELETING)
+    discard(old)
+    if final.exists():
+        final.rename(old)
+    saving.rename(final)
+    _sync(final.parent)
+    discard(old)
+    return final
+
+
+def remove(directory: Path, step: int) -> None:
+    """Delete a step; from the first moment on it is no checkpoint any more."""
+    doomed = directory / f"{step}{DELETING}"
+    discard(doomed)
+    (directory / str(step)).rename(doomed)
+    discard(doomed)
+
+
+def sweep(directory: Path) -> None:
+    """Delete what interrupted saves and deletions left behind."""
+    for path in _entries(directory):
+        if path.name.endswith((SAVING, DELETING)):
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Delete the directory `path` if it is there."""
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Return the sub-directories of `directory`, none when it does not exist."""
+    return sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
+
+
+def _sync(path: Path) -> None:
+    """Wait until the file or directory `path` is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

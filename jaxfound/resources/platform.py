@@ -1,0 +1,39 @@
+"""Which backend JAX will start, decided without starting one."""
+
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+# Device files of accelerators: NVIDIA on Linux, NVIDIA under WSL, AMD, TPU.
+ACCELERATOR_FILES = ("nvidia[0-9]*", "dxg", "kfd", "accel[0-9]*", "vfio/[0-9]*")
+# Wheels with these plugins are installed on machines without a GPU too, to compile for one.
+CUDA_PLUGINS = frozenset({"xla_cuda12", "xla_cuda13"})
+
+
+def default_to_cpu(*, devices: Path = Path("/dev")) -> bool:
+    """Choose the CPU for this process and its children when there is nothing better; say whether.
+
+    Without this, JAX with a CUDA plugin complains at length on a machine without a GPU. A choice
+    that was made before (`JAX_PLATFORMS`, `jax.config`) stands. No backend is started; call it
+    before anything does.
+
+    Args:
+        devices: folder of device files.
+    """
+    if os.environ.get("JAX_PLATFORMS") or sees_accelerator(devices):
+        return False
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        if jax.config.jax_platforms:
+            return False
+        jax.config.update("jax_platforms", "cpu")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    return True
+
+
+def sees_accelerator(devices: Path = Path("/dev")) -> bool:
+    """Say whether there is a device file of an accelerator, or a JAX plugin for another kind."""
+    if any(next(devices.glob(pattern), None) for pattern in ACCELERATOR_FILES):
+        return True
+    return any(plugin.name not in CUDA_PLUGINS for plugin in entry_points(group="jax_plugins"))

@@ -1,0 +1,32 @@
+"""What a run tells: records that the command line draws and metrics.jsonl keeps."""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "plan", "resume", "step", "train", "eval", "checkpoint", "non_finite", "stopped", "finished"
+]
+# One a step would drown the file: steps are for progress bars, `train` is their sample.
+UNRECORDED: frozenset[Kind] = frozenset({"plan", "step"})
+
+
+class Event(NamedTuple):
+    """Something that happened.
+
+    Attributes:
+        kind: what.
+        step: optimizer steps done when it happened.
+        values: plain numbers and words; losses in nats a token, `_s` seconds, `_bytes` bytes.
+    """
+
+    kind: Kind
+    step: int
+    values: Mapping[str, object] = {}
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; says what was saved and what to do."""
+
+
+class NonFiniteError(TrainingError):
+    """A step gave NaN or infinity; the state before it and its batch are saved."""

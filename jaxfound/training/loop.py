@@ -1,0 +1,201 @@
+"""The loop: next batch, step, time it, watch it, save it."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxfound.config.run import RunConfig
+from jaxfound.data.batch import Batch
+from jaxfound.resources.checkpoint import CheckpointManager
+from jaxfound.resources.step_timer import StepTime, StepTimer
+from jaxfound.training.evaluate import EvalResult
+from jaxfound.training.events import Event, NonFiniteError
+from jaxfound.training.state import TrainState
+from jaxfound.training.step import StepMetrics, TrainStep
+
+
+class Stop(Protocol):
+    """Asks the loop to finish its step, save and leave."""
+
+    @property
+    def requested(self) -> bool:
+        """True once somebody asked."""
+        ...
+
+    @property
+    def signal_name(self) -> str:
+        """Who asked."""
+        ...
+
+
+class Parts(NamedTuple):
+    """What the loop drives; each can be a fake.
+
+    Attributes:
+        step: consumes a state and a batch on the devices.
+        batches: batch of each step from the first one to take, already on the devices.
+        evaluate: held-out loss of a state; None when nothing is held out.
+        checkpoints: where states are saved.
+        host_batch: the batch of a step on the host, for the record of a bad one.
+    """
+
+    step: TrainStep
+    batches: Iterator[Batch]
+    evaluate: Callable[[TrainState], EvalResult] | None
+    checkpoints: CheckpointManager
+    host_batch: Callable[[int], Batch]
+
+
+@dataclass
+class Watch:
+    """What the loop remembers between steps."""
+
+    timer: StepTimer
+    clock: Callable[[], float]
+    skipped_in_row: int = 0
+    pending: list[tuple[int, StepMetrics]] = field(default_factory=list)
+
+
+def fit(
+    cfg: RunConfig,
+    state: TrainState,
+    parts: Parts,
+    *,
+    stop: Stop,
+    directory: Path,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Event]:
+    """Train from `state` to cfg.train.steps, yielding what happens.
+
+    One step runs on the devices while the host reads the one before, so nothing waits for a
+    number; step times are from completion to completion.
+
+    Raises:
+        NonFiniteError: a step was not finite and train.non_finite or max_skipped ends the run.
+        CheckpointError: a save failed; older checkpoints are intact.
+    """
+    steps, first = cfg.train.steps, int(state.step)
+    tokens = cfg.train.batch_size * cfg.train.seq_len
+    watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock)
+    for done in range(first + 1, steps + 1):
+        batch = next(parts.batches)
+        state, metrics = parts.step(state, batch)
+        watch.timer.dispatched(done, now=clock())
+        watch.pending.append((done, metrics))
+        leaving = stop.requested or done == steps
+        evaluates, saves = due(cfg, done)
+        keep = 0 if leaving or evaluates or saves else 1
+        bad = None
+        while len(watch.pending) > keep:
+            bad = (yield from finish(cfg, watch, parts, directory=directory)) or bad
+        if bad is not None:
+            yield from save(state, parts, step=done, cfg=cfg)
+            parts.checkpoints.wait()
+            raise bad
+        if parts.evaluate is not None and evaluates:
+            result = parts.evaluate(state)
+            values = {"eval_loss": result.loss, "num_targets": result.num_targets}
+            yield Event("eval", done, values)
+        if saves or leaving:
+            yield from save(state, parts, step=done, cfg=cfg)
+        if evaluates or saves:
+            watch.timer.restart(now=clock())
+        if leaving:
+            break
+    parts.checkpoints.wait()
+    yield from committed(parts)
+    if done < steps:
+        yield Event("stopped", done, {"signal": stop.signal_name, "steps": steps})
+    else:
+        yield Event("finished", done, {})
+
+
+def due(cfg: RunConfig, done: int) -> tuple[bool, bool]:
+    """Return whether step `done` ends with an evaluation, and whether with a checkpoint."""
+    last = done == cfg.train.steps
+    every_eval, every_save = cfg.train.eval_every, cfg.checkpoint.every
+    evaluates = last or bool(every_eval and done % every_eval == 0)
+    return evaluates, bool(every_save and done % every_save == 0)
+
+
+def finish(
+    cfg: RunConfig, watch: Watch, parts: Parts, *, directory: Path
+) -> Iterator[Event]:
+    """Wait for the oldest step in flight, yield its numbers, return the error that ends the run."""
+    done, metrics = watch.pending.pop(0)
+    numbers = jax.device_get(metrics)
+    took = watch.timer.completed(done, now=watch.clock())
+    values = train_values(numbers, took, watch.timer, step=done)
+    yield Event("step", done, values)
+    if done % cfg.train.log_every == 0 or done == cfg.train.steps:
+        yield Event("train", done, values)
+    yield from committed(parts)
+    if bool(numbers.finite):
+        watch.skipped_in_row = 0
+        return None
+    watch.skipped_in_row += 1
+    path = save_batch(parts.host_batch(done - 1), directory=directory, step=done)
+    yield Event("non_finite", done, {**values, "batch": str(path)})
+    return verdict(cfg, watch.skipped_in_row, step=done, path=path)
+
+
+def verdict(
+    cfg: RunConfig, skipped_in_row: int, *, step: int, path: Path
+) -> NonFiniteError | None:
+    """Return the error that ends the run after a bad step, or None to go on."""
+    limit = 1 if cfg.train.non_finite == "stop" else cfg.train.max_skipped
+    if skipped_in_row < limit:
+        return None
+    return NonFiniteError(
+        f"step {step}: loss or gradient is not finite ({skipped_in_row} in a row; "
+        f"train.non_finite={cfg.train.non_finite}, max_skipped={cfg.train.max_skipped}). Its "
+        f"update was not applied, the state is saved, its batch is in {path}. Lower "
+        "optimizer.learning_rate, look at the batch, or go on with train.non_finite=skip"
+    )
+
+
+def train_values(
+    numbers: StepMetrics, took: StepTime, timer: StepTimer, *, step: int
+) -> dict[str, object]:
+    """Return a step's numbers as plain values."""
+    values: dict[str, object] = {
+        name: float(value) for name, value in numbers._asdict().items() if name != "finite"
+    }
+    values["skipped"] = not bool(numbers.finite)
+    values["step_time_s"] = took.duration_s
+    values["tokens_per_s"] = took.tokens_per_s
+    values["idle_s"] = took.idle_s
+    values["eta_s"] = timer.eta_s(step)
+    return values
+
+
+def save(state: TrainState, parts: Parts, *, step: int, cfg: RunConfig) -> Iterator[Event]:
+    """Snapshot the state as `step`; what was committed meanwhile is told."""
+    metadata = {
+        "data_position": step,
+        "batch_size": cfg.train.batch_size,
+        "seq_len": cfg.train.seq_len,
+        "seed": cfg.seed,
+    }
+    parts.checkpoints.save(step, state._asdict(), metadata)
+    yield from committed(parts)
+
+
+def committed(parts: Parts) -> Iterator[Event]:
+    """Yield an event for each checkpoint that reached the disk since the last call."""
+    for report in parts.checkpoints.take_reports():
+        values = {k: v for k, v in report._asdict().items() if k != "step"}
+        yield Event("checkpoint", report.step, values)
+
+
+def save_batch(batch: Batch, *, directory: Path, step: int) -> Path:
+    """Write the batch of a bad step, so that it can be looked at and run again."""
+    path = directory / "bad_batches" / f"step-{step}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **{k: np.asarray(v) for k, v in batch._asdict().items()})
+    return path

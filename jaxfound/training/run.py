@@ -1,0 +1,254 @@
+"""A training run from its config: plan, mesh, data, model, state, loop."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxfound.config.load import load as load_config
+from jaxfound.config.load import save as save_config
+from jaxfound.config.params import ParamTable
+from jaxfound.config.run import RunConfig
+from jaxfound.config.schema import ConfigError
+from jaxfound.data import Batch, BinLoader, Prepared, load_tokenizer, prepare
+from jaxfound.models import describe, execution_of
+from jaxfound.models.build import Frame
+from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
+from jaxfound.resources.checkpoint import CheckpointManager
+from jaxfound.resources.metrics import MetricsWriter
+from jaxfound.resources.preflight import check_host
+from jaxfound.resources.signals import GracefulStop
+from jaxfound.resources.topology import Topology
+from jaxfound.training.batches import local_rows, to_devices
+from jaxfound.training.evaluate import make_evaluate
+from jaxfound.training.events import UNRECORDED, Event, TrainingError
+from jaxfound.training.loop import Parts, Stop, fit
+from jaxfound.training.optimizer import make_optimizer, make_schedule
+from jaxfound.training.state import TrainState, abstract_train_state, create_train_state
+from jaxfound.training.step import batch_sharding, make_train_step
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE, METRICS_FILE, CHECKPOINT_DIR = "config.yaml", "metrics.jsonl", "checkpoints"
+
+# Keys that decide which tokens a step sees or what the arrays are: a resumed run that changed
+# one would repeat data, skip data, or load a different model.
+FIXED_KEYS = (
+    "seed", "model", "train.batch_size", "train.seq_len", "data.source", "data.tokenizer",
+    "data.text_field", "data.on_bad_record", "data.eval_fraction", "data.packing", "data.order",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to start: everything decided, no parameter made yet."""
+
+    cfg: RunConfig
+    directory: Path
+    table: ParamTable
+    plan: ParallelPlan
+    mesh: Mesh
+    frame: Frame
+    tx: optax.GradientTransformation
+    prepared: Prepared
+
+    def explain(self) -> str:
+        """Return what the run will do, a line each."""
+        cfg, data = self.cfg, self.prepared.manifest
+        tokens = cfg.train.batch_size * cfg.train.seq_len
+        return "\n".join(
+            [
+                f"run {self.directory}: {cfg.train.steps} steps of {cfg.train.batch_size} rows x "
+                f"{cfg.train.seq_len} tokens = {cfg.train.steps * tokens:,} tokens",
+                f"model: {self.table.size:,} parameters, {cfg.model.mixer} + {cfg.model.ffn}",
+                f"data: {cfg.data.source}, {data.train.tokens:,} tokens to train on",
+                f"compute in {cfg.precision.compute}",
+                self.plan.explain(),
+            ]
+        )
+
+
+def run_directory(cfg: RunConfig) -> Path:
+    """Return the folder of this run."""
+    return Path(cfg.runs_dir) / cfg.name
+
+
+def start(cfg: RunConfig) -> Run:
+    """Check everything that can be known before the first compile.
+
+    Raises:
+        ConfigError, PlanError, DataError, TrainingError: what cannot work, in that order.
+    """
+    directory = run_directory(cfg)
+    table = describe(cfg.model)
+    topology = Topology.discover()
+    plan = make_plan(cfg, topology.num_devices, params=table)
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={cfg.data.tokenizer} has {tokenizer.vocab_size} ids, but "
+            f"model.vocab_size={cfg.model.vocab_size}. Set model.vocab_size={tokenizer.vocab_size}"
+        )
+    # Parameters and two moments in float32, once more than is kept while one is being written.
+    needed_bytes = 3 * 4 * table.size * (cfg.checkpoint.keep + 1)
+    for check in check_host(directory, needed_bytes=needed_bytes):
+        if not check.ok:
+            raise TrainingError(f"{check.name}: {check.detail}. {check.way_out}")
+    return Run(
+        cfg=cfg,
+        directory=directory,
+        table=table,
+        plan=plan,
+        mesh=build_mesh(plan),
+        frame=Frame(cfg.model, execution=execution_of(plan, cfg.precision)),
+        tx=make_optimizer(cfg.optimizer, table),
+        prepared=prepare(cfg.data, seq_len=cfg.train.seq_len, tokenizer=tokenizer),
+    )
+
+
+def train(cfg: RunConfig, *, stop: Stop | None = None) -> Iterator[Event]:
+    """Train as `cfg` says, from the newest checkpoint of its run if there is one.
+
+    Args:
+        cfg: the run.
+        stop: who may end it early; the signals SIGINT and SIGTERM by default.
+
+    Raises:
+        ConfigError, PlanError, DataError, TrainingError, CheckpointError: see their messages.
+    """
+    check_continues(cfg)
+    run = start(cfg)
+    yield Event("plan", 0, {"text": run.explain()})
+    with ExitStack() as opened:
+        own = opened.enter_context(GracefulStop()) if stop is None else stop
+        checkpoints = opened.enter_context(
+            CheckpointManager(
+                run.directory / CHECKPOINT_DIR,
+                keep=cfg.checkpoint.keep,
+                mode=cfg.checkpoint.mode,
+            )
+        )
+        if is_done(cfg, checkpoints):
+            yield Event("finished", cfg.train.steps, {"again": True})
+            return
+        state = restore(run, checkpoints)
+        metrics = opened.enter_context(MetricsWriter(run.directory / METRICS_FILE))
+        # Saved before the first step, so that a stopped run can always be read back.
+        save_config(cfg, run.directory / CONFIG_FILE)
+        for event in told(run, state, checkpoints, opened=opened, stop=own):
+            if event.kind not in UNRECORDED:
+                metrics.write(event.kind, step=event.step, **event.values)
+            yield event
+
+
+def told(
+    run: Run,
+    state: TrainState | None,
+    checkpoints: CheckpointManager,
+    *,
+    opened: ExitStack,
+    stop: Stop,
+) -> Iterator[Event]:
+    """Yield the events of the run from `state`, or from fresh weights when it is None."""
+    cfg = run.cfg
+    if state is None:
+        state = create_train_state(run.frame, run.tx, seed=cfg.seed, mesh=run.mesh)
+    else:
+        yield Event("resume", int(state.step), {"steps": cfg.train.steps})
+    placed = batch_sharding(run.frame, run.mesh)
+    rows = local_rows(placed, cfg.train.batch_size, seq_len=cfg.train.seq_len)
+    loader = BinLoader(
+        run.prepared.train,
+        batch_size=cfg.train.batch_size,
+        seed=cfg.seed,
+        order=cfg.data.order,
+    )
+    stream = opened.enter_context(
+        loader.batches(
+            int(state.step),
+            num_prefetch=cfg.data.num_prefetch,
+            rows=rows,
+            engine=cfg.data.loader,
+        )
+    )
+    put = partial(to_devices, sharding=placed, batch_size=cfg.train.batch_size)
+    parts = Parts(
+        step=make_train_step(
+            cfg, run.frame, run.tx, schedule=make_schedule(cfg), mesh=run.mesh
+        ),
+        batches=(put(batch) for batch in stream),
+        evaluate=make_held_out(run, rows=rows),
+        checkpoints=checkpoints,
+        host_batch=cast(Callable[[int], Batch], partial(loader.batch, rows=rows)),
+    )
+    yield from fit(cfg, state, parts, stop=stop, directory=run.directory)
+
+
+def make_held_out(run: Run, *, rows: slice):  # noqa: ANN201
+    """Return the evaluation of a state on the run's held-out bins, None without any."""
+    bins, num = run.prepared.eval, run.cfg.train.eval_batches
+    if bins is None or num == 0:
+        return None
+    loader = BinLoader(bins, batch_size=run.cfg.train.batch_size)
+    evaluate = make_evaluate(run.cfg, run.frame, mesh=run.mesh)
+    return lambda state: evaluate(state, loader.eval_batches(num, rows=rows))
+
+
+def check_continues(cfg: RunConfig) -> None:
+    """Refuse a config that the run's own earlier config cannot go on as.
+
+    Raises:
+        ConfigError: names each key that would change the data's order or the model.
+    """
+    path = run_directory(cfg) / CONFIG_FILE
+    if not path.exists():
+        return
+    before, now = load_config(path).model_dump(), cfg.model_dump()
+    changed = [key for key in FIXED_KEYS if at(before, key) != at(now, key)]
+    if changed:
+        told = "; ".join(f"{k} was {at(before, k)!r}, is {at(now, k)!r}" for k in changed)
+        raise ConfigError(
+            f"{path.parent} was started with another config: {told}. A resumed run would repeat "
+            "or skip data, or load another model. Give the new run its own name=…, or restore "
+            "these keys"
+        )
+
+
+def at(tree: dict, dotted_key: str) -> object:
+    """Return the value at a dotted key of nested dicts."""
+    value: object = tree
+    for part in dotted_key.split("."):
+        value = cast(dict, value)[part]
+    return value
+
+
+def is_done(cfg: RunConfig, checkpoints: CheckpointManager) -> bool:
+    """Return whether the run's last step is saved already.
+
+    Raises:
+        TrainingError: if more steps are saved than the config asks for.
+    """
+    latest = checkpoints.latest()
+    if latest is not None and latest > cfg.train.steps:
+        raise TrainingError(
+            f"{checkpoints.directory} holds step {latest}, but train.steps={cfg.train.steps}: the "
+            "run is past its end. Raise train.steps, or give the new run its own name=…"
+        )
+    return latest == cfg.train.steps
+
+
+def restore(run: Run, checkpoints: CheckpointManager) -> TrainState | None:
+    """Return the newest intact state of the run on its mesh, None when nothing was saved."""
+    like = abstract_train_state(run.frame, run.tx, mesh=run.mesh)
+    found = checkpoints.restore_latest(like=like._asdict())
+    if found is None:
+        return None
+    log.info("run.resumed", extra={"step": found.step, "devices": jax.device_count()})
+    return TrainState(**cast(dict, found.state))
