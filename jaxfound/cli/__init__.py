@@ -1,1 +1,1 @@
-"""Placeholder docstring."""
+"""The command line: each file parses one family of commands and prints what the rooms yield."""

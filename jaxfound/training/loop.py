@@ -1,10 +1,10 @@
 """The loop: next batch, step, time it, watch it, save it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.resources.checkpoint import CheckpointManager
+from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.step_timer import StepTime, StepTimer
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import Event, NonFiniteError
@@ -31,6 +32,13 @@ class Stop(Protocol):
     def signal_name(self) -> str:
         """Who asked."""
         ...
+
+
+class NeverStop:
+    """A Stop that nobody asks."""
+
+    requested = False
+    signal_name = ""
 
 
 class Parts(NamedTuple):
@@ -67,10 +75,10 @@ def fit(
     parts: Parts,
     *,
     stop: Stop,
-    directory: Path,
+    directory: RunDirectory,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Event]:
-    """Train from `state` to cfg.train.steps, yielding what happens.
+) -> Generator[Event, None, TrainState]:
+    """Train from `state` to cfg.train.steps, yielding what happens, returning the last state.
 
     One step runs on the devices while the host reads the one before, so nothing waits for a
     number; step times are from completion to completion.
@@ -79,40 +87,34 @@ def fit(
         NonFiniteError: a step was not finite and train.non_finite or max_skipped ends the run.
         CheckpointError: a save failed; older checkpoints are intact.
     """
-    steps, first = cfg.train.steps, int(state.step)
+    steps, done, leaving = cfg.train.steps, int(state.step), False
     tokens = cfg.train.batch_size * cfg.train.seq_len
     watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock)
-    for done in range(first + 1, steps + 1):
-        batch = next(parts.batches)
-        state, metrics = parts.step(state, batch)
+    while done < steps and not leaving:
+        state, metrics = parts.step(state, next(parts.batches))
+        done += 1
         watch.timer.dispatched(done, now=clock())
         watch.pending.append((done, metrics))
-        leaving = stop.requested or done == steps
+        leaving = stop.requested
         evaluates, saves = due(cfg, done)
-        keep = 0 if leaving or evaluates or saves else 1
-        bad = None
-        while len(watch.pending) > keep:
-            bad = (yield from finish(cfg, watch, parts, directory=directory)) or bad
-        if bad is not None:
+        pauses = evaluates or saves or leaving
+        bad = yield from drain(cfg, watch, parts, leave=0 if pauses else 1, directory=directory)
+        if evaluates and parts.evaluate is not None and bad is None:
+            yield held_out(parts.evaluate(state), step=done)
+        if saves or leaving or bad is not None:
             yield from save(state, parts, step=done, cfg=cfg)
+        if bad is not None:
             parts.checkpoints.wait()
             raise bad
-        if parts.evaluate is not None and evaluates:
-            result = parts.evaluate(state)
-            values = {"eval_loss": result.loss, "num_targets": result.num_targets}
-            yield Event("eval", done, values)
-        if saves or leaving:
-            yield from save(state, parts, step=done, cfg=cfg)
-        if evaluates or saves:
+        if pauses:
             watch.timer.restart(now=clock())
-        if leaving:
-            break
     parts.checkpoints.wait()
     yield from committed(parts)
     if done < steps:
         yield Event("stopped", done, {"signal": stop.signal_name, "steps": steps})
     else:
         yield Event("finished", done, {})
+    return state
 
 
 def due(cfg: RunConfig, done: int) -> tuple[bool, bool]:
@@ -120,12 +122,27 @@ def due(cfg: RunConfig, done: int) -> tuple[bool, bool]:
     last = done == cfg.train.steps
     every_eval, every_save = cfg.train.eval_every, cfg.checkpoint.every
     evaluates = last or bool(every_eval and done % every_eval == 0)
-    return evaluates, bool(every_save and done % every_save == 0)
+    return evaluates, last or bool(every_save and done % every_save == 0)
+
+
+def drain(
+    cfg: RunConfig, watch: Watch, parts: Parts, *, leave: int, directory: RunDirectory
+) -> Generator[Event, None, NonFiniteError | None]:
+    """Finish the steps in flight but `leave` of them; return the error that ends the run."""
+    bad = None
+    while len(watch.pending) > leave:
+        bad = (yield from finish(cfg, watch, parts, directory=directory)) or bad
+    return bad
+
+
+def held_out(result: EvalResult, *, step: int) -> Event:
+    """Return an evaluation as an event."""
+    return Event("eval", step, {"eval_loss": result.loss, "num_targets": result.num_targets})
 
 
 def finish(
-    cfg: RunConfig, watch: Watch, parts: Parts, *, directory: Path
-) -> Iterator[Event]:
+    cfg: RunConfig, watch: Watch, parts: Parts, *, directory: RunDirectory
+) -> Generator[Event, None, NonFiniteError | None]:
     """Wait for the oldest step in flight, yield its numbers, return the error that ends the run."""
     done, metrics = watch.pending.pop(0)
     numbers = jax.device_get(metrics)
@@ -144,9 +161,7 @@ def finish(
     return verdict(cfg, watch.skipped_in_row, step=done, path=path)
 
 
-def verdict(
-    cfg: RunConfig, skipped_in_row: int, *, step: int, path: Path
-) -> NonFiniteError | None:
+def verdict(cfg: RunConfig, skipped_in_row: int, *, step: int, path: Path) -> NonFiniteError | None:
     """Return the error that ends the run after a bad step, or None to go on."""
     limit = 1 if cfg.train.non_finite == "stop" else cfg.train.max_skipped
     if skipped_in_row < limit:
@@ -193,9 +208,10 @@ def committed(parts: Parts) -> Iterator[Event]:
         yield Event("checkpoint", report.step, values)
 
 
-def save_batch(batch: Batch, *, directory: Path, step: int) -> Path:
+def save_batch(batch: Batch, *, directory: RunDirectory, step: int) -> Path:
     """Write the batch of a bad step, so that it can be looked at and run again."""
-    path = directory / "bad_batches" / f"step-{step}.npz"
+    path = directory.bad_batches / f"step-{step}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **{k: np.asarray(v) for k, v in batch._asdict().items()})
+    arrays: dict[str, Any] = {k: np.asarray(v) for k, v in batch._asdict().items()}
+    np.savez(path, **arrays)
     return path

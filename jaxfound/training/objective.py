@@ -125,4 +125,3 @@ def load_imbalance(counts: Mapping[str, jax.Array]) -> jax.Array:
         for c in counts.values()
     ]
     return jnp.stack(worst).max() if worst else jnp.ones(())
-

@@ -17,26 +17,25 @@ from jaxfound.config.load import save as save_config
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.config.schema import ConfigError
-from jaxfound.data import Batch, BinLoader, Prepared, load_tokenizer, prepare
+from jaxfound.data import BinLoader, Prepared, load_tokenizer, prepare
 from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
+from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.signals import GracefulStop
 from jaxfound.resources.topology import Topology
 from jaxfound.training.batches import local_rows, to_devices
-from jaxfound.training.evaluate import make_evaluate
+from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule
 from jaxfound.training.state import TrainState, abstract_train_state, create_train_state
-from jaxfound.training.step import batch_sharding, make_train_step
+from jaxfound.training.step import TrainStep, batch_sharding, make_train_step
 
 log = logging.getLogger(__name__)
-
-CONFIG_FILE, METRICS_FILE, CHECKPOINT_DIR = "config.yaml", "metrics.jsonl", "checkpoints"
 
 # Keys that decide which tokens a step sees or what the arrays are: a resumed run that changed
 # one would repeat data, skip data, or load a different model.
@@ -51,7 +50,7 @@ class Run:
     """A run that is ready to start: everything decided, no parameter made yet."""
 
     cfg: RunConfig
-    directory: Path
+    directory: RunDirectory
     table: ParamTable
     plan: ParallelPlan
     mesh: Mesh
@@ -65,8 +64,8 @@ class Run:
         tokens = cfg.train.batch_size * cfg.train.seq_len
         return "\n".join(
             [
-                f"run {self.directory}: {cfg.train.steps} steps of {cfg.train.batch_size} rows x "
-                f"{cfg.train.seq_len} tokens = {cfg.train.steps * tokens:,} tokens",
+                f"run {self.directory.path}: {cfg.train.steps} steps of {cfg.train.batch_size} "
+                f"rows x {cfg.train.seq_len} tokens = {cfg.train.steps * tokens:,} tokens",
                 f"model: {self.table.size:,} parameters, {cfg.model.mixer} + {cfg.model.ffn}",
                 f"data: {cfg.data.source}, {data.train.tokens:,} tokens to train on",
                 f"compute in {cfg.precision.compute}",
@@ -75,9 +74,9 @@ class Run:
         )
 
 
-def run_directory(cfg: RunConfig) -> Path:
+def run_directory(cfg: RunConfig) -> RunDirectory:
     """Return the folder of this run."""
-    return Path(cfg.runs_dir) / cfg.name
+    return RunDirectory(Path(cfg.runs_dir) / cfg.name)
 
 
 def start(cfg: RunConfig) -> Run:
@@ -98,7 +97,7 @@ def start(cfg: RunConfig) -> Run:
         )
     # Parameters and two moments in float32, once more than is kept while one is being written.
     needed_bytes = 3 * 4 * table.size * (cfg.checkpoint.keep + 1)
-    for check in check_host(directory, needed_bytes=needed_bytes):
+    for check in check_host(directory.path, needed_bytes=needed_bytes):
         if not check.ok:
             raise TrainingError(f"{check.name}: {check.detail}. {check.way_out}")
     return Run(
@@ -130,7 +129,7 @@ def train(cfg: RunConfig, *, stop: Stop | None = None) -> Iterator[Event]:
         own = opened.enter_context(GracefulStop()) if stop is None else stop
         checkpoints = opened.enter_context(
             CheckpointManager(
-                run.directory / CHECKPOINT_DIR,
+                run.directory.checkpoints,
                 keep=cfg.checkpoint.keep,
                 mode=cfg.checkpoint.mode,
             )
@@ -139,9 +138,9 @@ def train(cfg: RunConfig, *, stop: Stop | None = None) -> Iterator[Event]:
             yield Event("finished", cfg.train.steps, {"again": True})
             return
         state = restore(run, checkpoints)
-        metrics = opened.enter_context(MetricsWriter(run.directory / METRICS_FILE))
+        metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         # Saved before the first step, so that a stopped run can always be read back.
-        save_config(cfg, run.directory / CONFIG_FILE)
+        save_config(cfg, run.directory.config)
         for event in told(run, state, checkpoints, opened=opened, stop=own):
             if event.kind not in UNRECORDED:
                 metrics.write(event.kind, step=event.step, **event.values)
@@ -162,36 +161,42 @@ def told(
         state = create_train_state(run.frame, run.tx, seed=cfg.seed, mesh=run.mesh)
     else:
         yield Event("resume", int(state.step), {"steps": cfg.train.steps})
-    placed = batch_sharding(run.frame, run.mesh)
-    rows = local_rows(placed, cfg.train.batch_size, seq_len=cfg.train.seq_len)
-    loader = BinLoader(
-        run.prepared.train,
-        batch_size=cfg.train.batch_size,
-        seed=cfg.seed,
-        order=cfg.data.order,
-    )
-    stream = opened.enter_context(
-        loader.batches(
-            int(state.step),
-            num_prefetch=cfg.data.num_prefetch,
-            rows=rows,
-            engine=cfg.data.loader,
-        )
-    )
-    put = partial(to_devices, sharding=placed, batch_size=cfg.train.batch_size)
-    parts = Parts(
-        step=make_train_step(
-            cfg, run.frame, run.tx, schedule=make_schedule(cfg), mesh=run.mesh
-        ),
-        batches=(put(batch) for batch in stream),
-        evaluate=make_held_out(run, rows=rows),
-        checkpoints=checkpoints,
-        host_batch=cast(Callable[[int], Batch], partial(loader.batch, rows=rows)),
-    )
+    parts = make_parts(run, checkpoints, first_step=int(state.step), opened=opened)
     yield from fit(cfg, state, parts, stop=stop, directory=run.directory)
 
 
-def make_held_out(run: Run, *, rows: slice):  # noqa: ANN201
+def make_parts(
+    run: Run, checkpoints: CheckpointManager, *, first_step: int, opened: ExitStack
+) -> Parts:
+    """Return what the loop drives; the batch stream is closed when `opened` is."""
+    cfg = run.cfg
+    placed = batch_sharding(run.frame, run.mesh)
+    rows = local_rows(placed, cfg.train.batch_size, seq_len=cfg.train.seq_len)
+    loader = BinLoader(
+        run.prepared.train, batch_size=cfg.train.batch_size, seed=cfg.seed, order=cfg.data.order
+    )
+    stream = opened.enter_context(
+        loader.batches(
+            first_step, num_prefetch=cfg.data.num_prefetch, rows=rows, engine=cfg.data.loader
+        )
+    )
+    put = partial(to_devices, sharding=placed, batch_size=cfg.train.batch_size)
+    return Parts(
+        step=train_step_of(run),
+        batches=(put(batch) for batch in stream),
+        evaluate=make_held_out(run, rows=rows),
+        checkpoints=checkpoints,
+        host_batch=lambda step: loader.batch(step, rows=rows),
+    )
+
+
+def train_step_of(run: Run) -> TrainStep:
+    """Return the compiled step of a run."""
+    schedule = make_schedule(run.cfg)
+    return make_train_step(run.cfg, run.frame, run.tx, schedule=schedule, mesh=run.mesh)
+
+
+def make_held_out(run: Run, *, rows: slice) -> Callable[[TrainState], EvalResult] | None:
     """Return the evaluation of a state on the run's held-out bins, None without any."""
     bins, num = run.prepared.eval, run.cfg.train.eval_batches
     if bins is None or num == 0:
@@ -207,7 +212,7 @@ def check_continues(cfg: RunConfig) -> None:
     Raises:
         ConfigError: names each key that would change the data's order or the model.
     """
-    path = run_directory(cfg) / CONFIG_FILE
+    path = run_directory(cfg).config
     if not path.exists():
         return
     before, now = load_config(path).model_dump(), cfg.model_dump()

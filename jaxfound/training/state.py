@@ -1,6 +1,6 @@
 """What changes during training, and where on the mesh it lives."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfound.models.build import Frame
+
+# An array; in a state that describes another, its shape or its sharding.
+Leaf = Any
 
 
 class TrainState(NamedTuple):
@@ -21,11 +24,11 @@ class TrainState(NamedTuple):
         rng: key data of the run, uint32 [2]; consumers fold the step in.
     """
 
-    step: jax.Array
-    params: dict[str, jax.Array]
-    buffers: dict[str, jax.Array]
+    step: Leaf
+    params: dict[str, Leaf]
+    buffers: dict[str, Leaf]
     optimizer: optax.OptState
-    rng: jax.Array
+    rng: Leaf
 
 
 def create_train_state(

@@ -103,11 +103,10 @@ def gradients(
     if pieces == 1:
         return one(batch)
     # Row i goes to micro-batch i % pieces, so that a device's rows stay on the device.
-    cut = jax.tree.map(
-        lambda a: jnp.moveaxis(a.reshape(-1, pieces, *a.shape[1:]), 1, 0), batch
-    )
+    cut = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, pieces, *a.shape[1:]), 1, 0), batch)
     zeros = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, jax.tree.map(lambda a: a[0], cut))
+        lambda s: jnp.zeros(s.shape, s.dtype),
+        jax.eval_shape(one, jax.tree.map(lambda a: a[0], cut)),
     )
     total, _ = jax.lax.scan(
         lambda total, piece: (jax.tree.map(jnp.add, total, one(piece)), None), zeros, cut
@@ -137,9 +136,7 @@ def updated(
         path: updated_bias(state.buffers[path], counts, rate=bias_rate)
         for path, counts in terms.expert_counts.items()
     }
-    return state._replace(
-        params=params, optimizer=optimizer, buffers={**state.buffers, **moved}
-    )
+    return state._replace(params=params, optimizer=optimizer, buffers={**state.buffers, **moved})
 
 
 def metrics_of(

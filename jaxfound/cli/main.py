@@ -1,0 +1,65 @@
+"""`jaxfound`: every command, its errors in one line each, its exit codes.
+
+Exit codes: 0 done, or nothing left to do; 1 a run ended early for a reason it printed; 2 what was
+asked cannot be done (config, plan, data, checkpoint); 130 interrupted twice.
+"""
+
+import sys
+
+import typer
+
+from jaxfound.cli.bench import bench_app
+from jaxfound.cli.config import config_command
+from jaxfound.cli.data import data_app
+from jaxfound.cli.generate import generate_command
+from jaxfound.cli.model import model_command
+from jaxfound.cli.report import report_command
+from jaxfound.cli.train import train_command
+
+app = typer.Typer(
+    name="jaxfound",
+    help="The compute foundation for large models in JAX.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("train")(train_command)
+app.command("generate")(generate_command)
+app.command("report")(report_command)
+app.command("model")(model_command)
+app.command("config")(config_command)
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    from jaxfound.resources.logs import configure_logging
+    from jaxfound.resources.platform import default_to_cpu
+
+    default_to_cpu()
+    configure_logging("WARNING")
+    try:
+        app()
+    except refusals() as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """Return the errors that say what is wrong; evaluated only when something was raised."""
+    from jaxfound.config.schema import ConfigError
+    from jaxfound.data.errors import DataError
+
+    named: list[type[Exception]] = [ConfigError, DataError]
+    # Rooms that were never imported cannot have raised.
+    for module, name in (
+        ("jaxfound.parallelism.plan", "PlanError"),
+        ("jaxfound.training.events", "TrainingError"),
+        ("jaxfound.resources.checkpoint.errors", "CheckpointError"),
+    ):
+        if module in sys.modules:
+            named.append(getattr(sys.modules[module], name))
+    return tuple(named)

@@ -1,0 +1,149 @@
+"""One prompt, one continuation: prefill the cache, then decode a token at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfound.config.load import load as load_config
+from jaxfound.config.schema import ConfigError
+from jaxfound.data.tokenizer import Tokenizer, load_tokenizer
+from jaxfound.models.build import Arrays, Frame
+from jaxfound.models.cache import Cache, empty_cache
+from jaxfound.models.execution import Execution
+from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
+from jaxfound.resources.run_directory import RunDirectory
+from jaxfound.serving.sampler import Sampling, sample
+
+# Prompts and caches are padded to multiples of this, so that few sizes are compiled.
+SIZE_STEP = 64
+DEFAULT = Sampling()
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Weights, ready to continue prompts.
+
+    Attributes:
+        frame: the model without arrays.
+        arrays: its parameters and buffers.
+        tokenizer: text to ids and back.
+        step: training steps the weights have seen.
+    """
+
+    frame: Frame
+    arrays: Arrays
+    tokenizer: Tokenizer
+    step: int
+
+    def text(self, prompt: str, *, max_tokens: int, sampling: Sampling = DEFAULT) -> str:
+        """Return the continuation of `prompt`."""
+        ids = list(self.tokens(prompt, max_tokens=max_tokens, sampling=sampling))
+        return self.tokenizer.decode(ids)
+
+    def tokens(
+        self, prompt: str, *, max_tokens: int, sampling: Sampling = DEFAULT
+    ) -> Iterator[int]:
+        """Yield the ids of the continuation, up to the end-of-text id or `max_tokens`.
+
+        Raises:
+            ConfigError: if prompt and continuation are longer than model.max_positions.
+        """
+        prompt_T = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        limit = self.frame.cfg.max_positions
+        if max_tokens < 1 or len(prompt_T) + max_tokens > limit:
+            raise ConfigError(
+                f"max_tokens={max_tokens} after a prompt of {len(prompt_T)} tokens: the sum must "
+                f"be at most model.max_positions={limit}, and max_tokens at least 1. "
+                f"Use max_tokens up to {max(limit - len(prompt_T), 0)}"
+            )
+        key = jax.random.key(sampling.seed)
+        padded = np.zeros((1, rounded(len(prompt_T))), np.int32)
+        padded[0, : len(prompt_T)] = prompt_T
+        cache = self._empty(len(prompt_T) + max_tokens)
+        logits, cache = self._prefill(self.arrays, jnp.asarray(padded), cache)
+        row = logits[:, len(prompt_T) - 1]
+        for i in range(max_tokens):
+            token = self._sample(row, jax.random.fold_in(key, i), sampling=sampling)
+            if int(token[0]) == self.tokenizer.eos_id:
+                return
+            yield int(token[0])
+            position = jnp.full((1, 1), len(prompt_T) + i, jnp.int32)
+            row, cache = self._decode(self.arrays, token[:, None], cache, position)
+
+    def _empty(self, num_tokens: int) -> Cache:
+        dtype = self.frame.execution.dtype
+        return empty_cache(self.frame.cfg, batch=1, num_slots=rounded(num_tokens), dtype=dtype)
+
+    @cached_property
+    def _prefill(self):  # noqa: ANN202
+        def prefill(arrays: Arrays, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            positions = jnp.arange(tokens.shape[1])[None, :]
+            return self.frame.bind(*arrays).extend(tokens, cache, positions)
+
+        return jax.jit(prefill, donate_argnums=2)
+
+    @cached_property
+    def _decode(self):  # noqa: ANN202
+        def decode(
+            arrays: Arrays, token: jax.Array, cache: Cache, position: jax.Array
+        ) -> tuple[jax.Array, Cache]:
+            logits, cache = self.frame.bind(*arrays).extend(token, cache, position)
+            return logits[:, 0], cache
+
+        return jax.jit(decode, donate_argnums=2)
+
+    @cached_property
+    def _sample(self):  # noqa: ANN202
+        return jax.jit(sample, static_argnames="sampling")
+
+
+def rounded(num_tokens: int) -> int:
+    """Return `num_tokens` rounded up to a size that is compiled."""
+    return -(-num_tokens // SIZE_STEP) * SIZE_STEP
+
+
+def load_generator(run: Path, *, step: int | None = None) -> Generator:
+    """Return a generator of the weights in a run's directory.
+
+    Args:
+        run: the directory, as `jaxfound train` names it.
+        step: which checkpoint; the newest intact one by default.
+
+    Raises:
+        CheckpointError: if there is no run, or no checkpoint, or it is damaged.
+    """
+    there = RunDirectory(run)
+    if not there.config.exists():
+        raise CheckpointError(
+            f"{run} is not a run: it has no {there.config.name}. Give the folder that "
+            "`jaxfound train` named, e.g. runs/tiny-mla-moe"
+        )
+    cfg = load_config(there.config)
+    frame = Frame(cfg.model, execution=Execution(precision=cfg.precision))
+    arrays, found = load_weights(there, frame, step=step)
+    return Generator(frame, arrays, load_tokenizer(cfg.data.tokenizer), found)
+
+
+def load_weights(there: RunDirectory, frame: Frame, *, step: int | None) -> tuple[Arrays, int]:
+    """Return parameters and buffers of a checkpoint on this host's first device, and its step."""
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = frame.shapes()
+    like = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=first), shapes._asdict()
+    )
+    with CheckpointManager(there.checkpoints, keep=0) as checkpoints:
+        if step is None:
+            found = checkpoints.restore_latest(like=like, unread="allow")
+        else:
+            found = checkpoints.restore(step, like=like, unread="allow")
+    if found is None:
+        raise CheckpointError(
+            f"{there.checkpoints} holds no committed checkpoint yet: train, or wait for the first"
+        )
+    return Arrays(**cast(dict, found.state)), found.step

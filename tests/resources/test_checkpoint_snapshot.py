@@ -1,0 +1,94 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
+from jaxfound.resources.checkpoint.snapshot import one_replica, take
+from tests.resources import probe
+
+
+def test_a_slow_save_holds_the_state_of_its_own_step_while_training_donates_on(tmp_path):
+    expected = probe.numbers(probe.train_to(2))
+    storage = probe.GatedStorage()
+    position = {"data_position": 2}
+    state = probe.train_to(2)
+    with CheckpointManager(tmp_path, keep=0, storage=storage) as manager:
+        manager.save(2, state, position)
+        position["data_position"] = 8
+        given_away = state["params"]["w"]
+        state = probe.train_to(8, state=state)
+        assert given_away.is_deleted(), "without donation this test shows nothing"
+        assert manager.is_saving()
+        storage.gate.set()
+        manager.wait()
+        restored = manager.restore(2, like=probe.abstract(state))
+    assert restored.step == 2
+    assert restored.metadata == {"data_position": 2}
+    assert restored.state["params"]["probe"] == -2
+    assert restored.state["opt"][0].count == 2
+    probe.assert_equal(restored.state, expected)
+
+
+def test_a_second_save_waits_for_the_first_and_both_are_right(tmp_path):
+    storage = probe.GatedStorage()
+    with CheckpointManager(tmp_path, keep=0, storage=storage) as manager:
+        state = probe.train_to(2)
+        manager.save(2, state, {})
+        state = probe.train_to(4, state=state)
+        threading.Timer(0.2, storage.gate.set).start()
+        manager.save(4, state, {})
+        assert manager.steps()[0] == 2, "the first is committed before the second is taken"
+        state = probe.train_to(6, state=state)
+        manager.wait()
+        for step in (2, 4):
+            restored = manager.restore(step, like=probe.abstract(state))
+            probe.assert_equal(restored.state, probe.numbers(probe.train_to(step)))
+
+
+def test_the_copy_shares_no_buffer_with_the_state():
+    x = jnp.arange(64.0)
+    copy = take({("x",): x})[("x",)]
+    assert copy.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(
+    ("spec", "num_devices"),
+    [(P(), 1), (P("a"), 4), (P(None, "b"), 2), (P("b", "a"), 8), (P(("a", "b")), 8)],
+)
+def test_one_replica_holds_the_same_numbers_on_the_fewest_devices(spec, num_devices):
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    x = jax.device_put(jnp.arange(128.0).reshape(8, 16), NamedSharding(mesh, spec))
+    small = one_replica(x)
+    assert len(small.sharding.device_set) == num_devices
+    np.testing.assert_array_equal(np.asarray(small), np.arange(128.0).reshape(8, 16))
+
+
+@pytest.mark.multidevice
+def test_a_replica_on_permuted_devices_keeps_its_pieces_in_place():
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("a", "b"))
+    x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("b")))
+    np.testing.assert_array_equal(np.asarray(one_replica(x)), np.arange(16.0))
+
+
+@pytest.mark.parametrize("leaf", [3, 0.5, np.ones(3)])
+def test_a_leaf_that_is_no_jax_array_is_refused_by_name(tmp_path, leaf):
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match=r"'a\.0'.*metadata"),
+    ):
+        manager.save(1, {"a": [leaf]}, {})
+
+
+@pytest.mark.parametrize("value", [float("nan"), object(), {1, 2}])
+def test_metadata_that_json_cannot_hold_is_refused(tmp_path, value):
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match="metadata"),
+    ):
+        manager.save(1, {"a": jnp.ones(2)}, {"value": value})
