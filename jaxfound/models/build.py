@@ -1,7 +1,7 @@
 """Models as arrays: described without any, or born already sharded."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,11 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxfound.config.model import ModelConfig
 from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.models.decoder import Decoder
-from jaxfound.models.execution import Execution
+from jaxfound.models.execution import ONE_DEVICE, Execution
 from jaxfound.models.layers.parameter import Buffer
 
+# An array; in an `Arrays` that describes another, its shape or its sharding.
+Leaf = Any
 
-def abstract(cfg: ModelConfig, *, execution: Execution = Execution()) -> Decoder:
+
+def abstract(cfg: ModelConfig, *, execution: Execution = ONE_DEVICE) -> Decoder:
     """Return the model with shapes in place of arrays; nothing is allocated."""
     return nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(0), execution=execution))
 
@@ -40,7 +43,7 @@ def describe(cfg: ModelConfig) -> ParamTable:
 def build(
     cfg: ModelConfig,
     *,
-    execution: Execution = Execution(),
+    execution: Execution = ONE_DEVICE,
     seed: int = 0,
     mesh: Mesh | None = None,
 ) -> Decoder:
@@ -64,7 +67,7 @@ class Frame:
     readable in a checkpoint, and independent of the module library.
     """
 
-    def __init__(self, cfg: ModelConfig, *, execution: Execution = Execution()) -> None:
+    def __init__(self, cfg: ModelConfig, *, execution: Execution = ONE_DEVICE) -> None:
         model = abstract(cfg, execution=execution)
         self.cfg = cfg
         self.execution = execution
@@ -81,7 +84,7 @@ class Frame:
         flat = [(p, v.replace(merged[dotted(p)])) for p, v in self._variables.items()]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
-    def shardings(self, mesh: Mesh) -> "Arrays[NamedSharding]":
+    def shardings(self, mesh: Mesh) -> "Arrays":
         """Return where each array lives on `mesh`."""
         return self._grouped(
             lambda v: NamedSharding(
@@ -89,11 +92,11 @@ class Frame:
             )
         )
 
-    def shapes(self) -> "Arrays[jax.ShapeDtypeStruct]":
+    def shapes(self) -> "Arrays":
         """Return the shape and format of each array."""
         return self._grouped(lambda v: v.get_value())
 
-    def fresh(self, seed: int) -> "Arrays[jax.Array]":
+    def fresh(self, seed: int) -> "Arrays":
         """Return new weights; the same seed gives the same weights on every mesh.
 
         Call it under jit with `shardings` as out_shardings, so that arrays are born in place.
@@ -101,23 +104,23 @@ class Frame:
         model = Decoder(self.cfg, rngs=nnx.Rngs(seed), execution=self.execution)
         return arrays_of(model)
 
-    def _grouped[T](self, of: Callable[[nnx.Variable], T]) -> "Arrays[T]":
+    def _grouped(self, of: Callable[[nnx.Variable], Leaf]) -> "Arrays":
         return _split(((p, v, of(v)) for p, v in self._variables.items()))
 
 
-class Arrays[T](NamedTuple):
-    """Something for each array of a model, by dotted path.
+class Arrays(NamedTuple):
+    """The arrays of a model by dotted path; or their shapes, or their shardings.
 
     Attributes:
         params: of what the optimizer trains.
         buffers: of what it does not touch.
     """
 
-    params: dict[str, T]
-    buffers: dict[str, T]
+    params: dict[str, Leaf]
+    buffers: dict[str, Leaf]
 
 
-def arrays_of(model: Decoder) -> Arrays[jax.Array]:
+def arrays_of(model: Decoder) -> Arrays:
     """Return the model's arrays as two flat dicts."""
     flat = nnx.to_flat_state(nnx.state(model))
     return _split((path, v, v.get_value()) for path, v in flat)
@@ -128,8 +131,8 @@ def dotted(path: Iterable[Hashable]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _split[T](entries: Iterable[tuple[tuple[Hashable, ...], nnx.Variable, T]]) -> Arrays[T]:
-    groups: Arrays[T] = Arrays({}, {})
+def _split(entries: Iterable[tuple[tuple[Hashable, ...], nnx.Variable, Leaf]]) -> Arrays:
+    groups = Arrays({}, {})
     for path, variable, value in entries:
         group = groups.buffers if isinstance(variable, Buffer) else groups.params
         group[dotted(path)] = value

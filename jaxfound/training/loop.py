@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,25 +20,13 @@ from jaxfound.training.state import TrainState
 from jaxfound.training.step import StepMetrics, TrainStep
 
 
-class Stop(Protocol):
-    """Asks the loop to finish its step, save and leave."""
-
-    @property
-    def requested(self) -> bool:
-        """True once somebody asked."""
-        ...
-
-    @property
-    def signal_name(self) -> str:
-        """Who asked."""
-        ...
+# Returns who asked the loop to finish its step, save and leave; empty when nobody did.
+Stop = Callable[[], str]
 
 
-class NeverStop:
-    """A Stop that nobody asks."""
-
-    requested = False
-    signal_name = ""
+def never() -> str:
+    """Return that nobody asks to stop."""
+    return ""
 
 
 class Parts(NamedTuple):
@@ -87,21 +75,21 @@ def fit(
         NonFiniteError: a step was not finite and train.non_finite or max_skipped ends the run.
         CheckpointError: a save failed; older checkpoints are intact.
     """
-    steps, done, leaving = cfg.train.steps, int(state.step), False
+    steps, done, asked = cfg.train.steps, int(state.step), ""
     tokens = cfg.train.batch_size * cfg.train.seq_len
     watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock)
-    while done < steps and not leaving:
+    while done < steps and not asked:
         state, metrics = parts.step(state, next(parts.batches))
         done += 1
         watch.timer.dispatched(done, now=clock())
         watch.pending.append((done, metrics))
-        leaving = stop.requested
+        asked = stop()
         evaluates, saves = due(cfg, done)
-        pauses = evaluates or saves or leaving
+        pauses = evaluates or saves or bool(asked)
         bad = yield from drain(cfg, watch, parts, leave=0 if pauses else 1, directory=directory)
         if evaluates and parts.evaluate is not None and bad is None:
             yield held_out(parts.evaluate(state), step=done)
-        if saves or leaving or bad is not None:
+        if saves or asked or bad is not None:
             yield from save(state, parts, step=done, cfg=cfg)
         if bad is not None:
             parts.checkpoints.wait()
@@ -111,7 +99,7 @@ def fit(
     parts.checkpoints.wait()
     yield from committed(parts)
     if done < steps:
-        yield Event("stopped", done, {"signal": stop.signal_name, "steps": steps})
+        yield Event("stopped", done, {"signal": asked, "steps": steps})
     else:
         yield Event("finished", done, {})
     return state

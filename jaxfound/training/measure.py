@@ -15,7 +15,7 @@ from jaxfound.data.batch import Batch
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.training.events import UNRECORDED
-from jaxfound.training.loop import NeverStop, Parts, fit
+from jaxfound.training.loop import never, Parts, fit
 from jaxfound.training.run import Run, make_parts, start
 from jaxfound.training.state import TrainState, create_train_state
 
@@ -102,7 +102,7 @@ def time_loop(run: Run, state: TrainState, *, steps: int) -> tuple[float, TrainS
         checkpoints = opened.enter_context(CheckpointManager(run.directory.checkpoints, keep=1))
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         parts = make_parts(run, checkpoints, first_step=int(state.step), opened=opened)
-        events = fit(cfg, state, parts, stop=NeverStop(), directory=run.directory)
+        events = fit(cfg, state, parts, stop=never, directory=run.directory)
         started_s = time.monotonic()
         while True:
             try:

@@ -1,7 +1,7 @@
 """A training run from its config: plan, mesh, data, model, state, loop."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.signals import GracefulStop
-from jaxfound.resources.topology import Topology
 from jaxfound.training.batches import local_rows, to_devices
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
@@ -79,16 +78,20 @@ def run_directory(cfg: RunConfig) -> RunDirectory:
     return RunDirectory(Path(cfg.runs_dir) / cfg.name)
 
 
-def start(cfg: RunConfig) -> Run:
+def start(cfg: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> Run:
     """Check everything that can be known before the first compile.
+
+    Args:
+        cfg: the run.
+        devices: to train on; every device of the job by default.
 
     Raises:
         ConfigError, PlanError, DataError, TrainingError: what cannot work, in that order.
     """
     directory = run_directory(cfg)
     table = describe(cfg.model)
-    topology = Topology.discover()
-    plan = make_plan(cfg, topology.num_devices, params=table)
+    devices = jax.devices() if devices is None else devices
+    plan = make_plan(cfg, len(devices), params=table)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
@@ -105,28 +108,33 @@ def start(cfg: RunConfig) -> Run:
         directory=directory,
         table=table,
         plan=plan,
-        mesh=build_mesh(plan),
+        mesh=build_mesh(plan, devices=devices),
         frame=Frame(cfg.model, execution=execution_of(plan, cfg.precision)),
         tx=make_optimizer(cfg.optimizer, table),
         prepared=prepare(cfg.data, seq_len=cfg.train.seq_len, tokenizer=tokenizer),
     )
 
 
-def train(cfg: RunConfig, *, stop: Stop | None = None) -> Iterator[Event]:
+def train(
+    cfg: RunConfig, *, stop: Stop | None = None, devices: Sequence[jax.Device] | None = None
+) -> Iterator[Event]:
     """Train as `cfg` says, from the newest checkpoint of its run if there is one.
 
     Args:
         cfg: the run.
+        devices: to train on; every device of the job by default.
         stop: who may end it early; the signals SIGINT and SIGTERM by default.
 
     Raises:
         ConfigError, PlanError, DataError, TrainingError, CheckpointError: see their messages.
     """
     check_continues(cfg)
-    run = start(cfg)
+    run = start(cfg, devices=devices)
     yield Event("plan", 0, {"text": run.explain()})
     with ExitStack() as opened:
-        own = opened.enter_context(GracefulStop()) if stop is None else stop
+        if stop is None:
+            signals = opened.enter_context(GracefulStop())
+            stop = lambda: signals.signal_name
         checkpoints = opened.enter_context(
             CheckpointManager(
                 run.directory.checkpoints,
@@ -141,7 +149,7 @@ def train(cfg: RunConfig, *, stop: Stop | None = None) -> Iterator[Event]:
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         # Saved before the first step, so that a stopped run can always be read back.
         save_config(cfg, run.directory.config)
-        for event in told(run, state, checkpoints, opened=opened, stop=own):
+        for event in told(run, state, checkpoints, opened=opened, stop=stop):
             if event.kind not in UNRECORDED:
                 metrics.write(event.kind, step=event.step, **event.values)
             yield event

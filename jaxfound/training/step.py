@@ -70,7 +70,7 @@ def make_train_step(
             counts = token_counts(batch, num_depths=cfg.model.mtp_depth)
             grads, terms = gradients(state, batch, frame=frame, cfg=cfg, counts=counts)
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, shardings.params)
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             rate = schedule(state.step)
             finite = jnp.isfinite(objective_of(terms, counts, cfg=cfg)) & jnp.isfinite(norm)
             new = updated(state, grads, norm=norm, rate=rate, terms=terms, tx=tx, cfg=cfg)
