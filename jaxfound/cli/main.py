@@ -5,6 +5,7 @@ asked cannot be done (config, plan, data, checkpoint); 130 interrupted twice.
 """
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -32,15 +33,15 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
 
-def main() -> None:
-    """Run the command line and exit with its code."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line on `args` (sys.argv's by default) and exit with its code."""
     from jaxfound.resources.logs import configure_logging
     from jaxfound.resources.platform import default_to_cpu
 
     default_to_cpu()
     configure_logging("WARNING")
     try:
-        app()
+        app(args)
     except refusals() as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
@@ -63,3 +64,7 @@ def refusals() -> tuple[type[Exception], ...]:
         if module in sys.modules:
             named.append(getattr(sys.modules[module], name))
     return tuple(named)
+
+
+if __name__ == "__main__":
+    main()

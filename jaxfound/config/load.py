@@ -82,8 +82,12 @@ def parse(
 
 
 def save(cfg: RunConfig, path: Path | str) -> None:
-    """Write every key of `cfg` as YAML; `load` of that file returns an equal config."""
+    """Write every key of `cfg` as YAML; `load` of that file returns an equal config.
+
+    The folder is made if it is not there; the file is replaced whole.
+    """
     target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         beside.write_text(to_yaml(cfg), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 import html
 import re
-from typing import override
 
 # Controls have no place in a page, so a reader sees their pictures (U+2400 and on).
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
@@ -14,10 +13,6 @@ class Markup(str):
 
     __slots__ = ()
 
-    @override
-    def __add__(self, other: str) -> "Markup":
-        return Markup(str(self) + escaped(other))
-
 
 def escaped(text: str) -> Markup:
     """Return `text` as markup that shows it, whatever characters it holds."""
@@ -27,11 +22,11 @@ def escaped(text: str) -> Markup:
     return Markup(html.escape(_CONTROLS.sub(_picture, whole)))
 
 
-def element(name: str, *children: str, **attributes: str | float | None) -> Markup:
+def element(tag: str, /, *children: str, **attributes: str | int | float | None) -> Markup:
     """Return one element with its children escaped unless they are markup.
 
     Args:
-        name: of the tag.
+        tag: name of the element.
         children: text or markup, in order; without any the tag closes itself.
         attributes: `class_` and `for_` lose their underscore, others turn it into a hyphen; None
             leaves the attribute out.
@@ -42,8 +37,8 @@ def element(name: str, *children: str, **attributes: str | float | None) -> Mark
         if value is not None
     )
     if not children:
-        return Markup(f"<{name}{written}/>")
-    return Markup(f"<{name}{written}>{joined(*children)}</{name}>")
+        return Markup(f"<{tag}{written}/>")
+    return Markup(f"<{tag}{written}>{joined(*children)}</{tag}>")
 
 
 def joined(*parts: str) -> Markup:
@@ -59,6 +54,6 @@ def _attribute(key: str) -> str:
     return key.rstrip("_").replace("_", "-")
 
 
-def _plain(value: str | float) -> str:
+def _plain(value: str | int | float) -> str:
     """Return a coordinate to a tenth of a pixel, which keeps a page of thousands small."""
     return value if isinstance(value, str) else f"{round(value, 1):g}"
