@@ -1,6 +1,5 @@
 """`jaxfound config`: every key there is, or the config that a file and overrides come to."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxfound.cli.console import open_console
 from jaxfound.config import Row, rows, to_yaml, trace
 
-# A reader who pipes the table into a file or a pager gets this many columns.
-PLAIN_WIDTH = 100
 WIDTHS = {"key": 33, "takes": 21, "default": 9, "unit": 6}
 
 
@@ -30,8 +28,7 @@ def config_command(
 ) -> None:
     """List every config key, or print what CONFIG comes to and where each value is from."""
     if config is None:
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        print_keys(rows(), console=Console(width=width))
+        print_keys(rows(), console=open_console(wraps=True))
         return
     loaded = trace(config, overrides or ())
     typer.echo(to_yaml(loaded.config, notes=loaded.sources), nl=False)

@@ -1,5 +1,6 @@
 """The console that commands print to: rich on a terminal, plain lines of one width elsewhere."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,7 @@ Overrides = Annotated[
 ]
 
 
-def open_console(*, stderr: bool = False) -> Console:
-    """Return a console for standard output (or error)."""
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console = Console(stderr=stderr, highlight=False, soft_wrap=True, width=PLAIN_WIDTH)
-    return console
+def open_console(*, wraps: bool = False) -> Console:
+    """Return a console for standard output; `wraps` folds long lines, as tables want."""
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return Console(highlight=False, soft_wrap=not wraps, width=width)

@@ -1,7 +1,5 @@
 """`jaxfound data`: prepare bins of tokens, and look at a batch as the model sees it."""
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -9,25 +7,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxfound.cli.console import ConfigPath, Overrides, open_console
+
 if TYPE_CHECKING:
     from jaxfound.data import Batch, Prepared, Tokenizer
-
-# What a reader who pipes the output into a file gets.
-PLAIN_WIDTH = 100
 
 data_app = typer.Typer(
     no_args_is_help=True, help="Turn text into bins of tokens, and look at them."
 )
 
-Config = Annotated[Path, typer.Argument(help="A YAML file.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Differences, e.g. data.source=texts/", metavar="[KEY=VALUE]..."),
-]
-
 
 @data_app.command("prepare")
-def prepare_command(config: Config, overrides: Overrides = None) -> None:
+def prepare_command(config: ConfigPath, overrides: Overrides = None) -> None:
     """Read the text of CONFIG into bins and print what came of it, and what was left out and why.
 
     Training does this by itself; here it can be done once, ahead, and seen.
@@ -38,7 +29,7 @@ def prepare_command(config: Config, overrides: Overrides = None) -> None:
     cfg = load(config, overrides or ())
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     prepared = prepare(cfg.data, seq_len=cfg.train.seq_len, tokenizer=tokenizer)
-    console = _console()
+    console = open_console(wraps=True)
     print_counts(prepared, console=console)
     bins, rows = prepared.manifest.train.bins, cfg.train.batch_size
     if bins < rows:
@@ -57,7 +48,7 @@ def prepare_command(config: Config, overrides: Overrides = None) -> None:
 
 @data_app.command("show")
 def show_command(
-    config: Config,
+    config: ConfigPath,
     overrides: Overrides = None,
     step: Annotated[int, typer.Option(help="Which training step; the first is 0.", min=0)] = 0,
     rows: Annotated[int, typer.Option(help="How many rows of its batch.", min=1)] = 4,
@@ -87,7 +78,7 @@ def show_command(
         documents=loader.documents(step, rows=chosen),
         prepared=prepared,
         tokenizer=tokenizer,
-        console=_console(),
+        console=open_console(wraps=True),
     )
 
 
@@ -145,7 +136,3 @@ def print_batch(
         padding = int((segments == 0).sum())
         if padding:
             console.print(f"  padding: {padding} slots", highlight=False)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
