@@ -1,6 +1,11 @@
 """Eight virtual CPU devices, a compile cache, and hardware marks that skip themselves by name."""
 
+import os
 from pathlib import Path
+
+# Before JAX reads it: with fewer threads than this, virtual devices can wait for each other for
+# good (jaxfound/resources/platform.py: use_virtual_cpus).
+os.environ.setdefault("NPROC", "32")
 
 import jax
 import pytest

@@ -30,10 +30,11 @@ def train_command(
     Ctrl-C or SIGTERM ends the step, saves and leaves; the same command goes on from there.
     """
     from jaxfound.config.load import load
+    from jaxfound.resources.platform import use_compile_cache
     from jaxfound.training.run import run_directory, train
 
     cfg = load(config, overrides or ())
-    use_compile_cache(Path(cfg.runs_dir))
+    use_compile_cache(Path(cfg.runs_dir) / ".cache" / "compiled")
     console = open_console()
     last = show(train(cfg), cfg=cfg, console=console)
     if last is None or last.kind != "finished":
@@ -48,15 +49,6 @@ def train_command(
     if prompt:
         show_sample(there.path, prompt=prompt, console=console)
     console.print(f"next: jaxfound report {there.path} · jaxfound generate {there.path} PROMPT")
-
-
-def use_compile_cache(runs_dir: Path) -> None:
-    """Keep compiled programs beside the runs, so that a resumed run starts at once."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(runs_dir / ".cache" / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 def show(events: Iterator["Event"], *, cfg: "RunConfig", console: Console) -> "Event | None":

@@ -9,6 +9,9 @@ from pathlib import Path
 ACCELERATOR_FILES = ("nvidia[0-9]*", "dxg", "kfd", "accel[0-9]*", "vfio/[0-9]*")
 # Wheels with these plugins are installed on machines without a GPU too, to compile for one.
 CUDA_PLUGINS = frozenset({"xla_cuda12", "xla_cuda13"})
+# Threads of the CPU backend for each virtual device: one may wait in a collective while another
+# must run the partner it waits for.
+THREADS_PER_VIRTUAL_DEVICE = 4
 
 
 def default_to_cpu(*, devices: Path = Path("/dev")) -> bool:
@@ -37,3 +40,25 @@ def sees_accelerator(devices: Path = Path("/dev")) -> bool:
     if any(next(devices.glob(pattern), None) for pattern in ACCELERATOR_FILES):
         return True
     return any(plugin.name not in CUDA_PLUGINS for plugin in entry_points(group="jax_plugins"))
+
+
+def use_virtual_cpus(num_devices: int) -> None:
+    """Split the CPU into `num_devices` devices; call it before any backend starts.
+
+    The backend's thread pool is made large enough as well (its size is read from `NPROC`): with
+    as many threads as cores, devices that wait in one collective can take every thread from the
+    device they wait for, and the program stops for good.
+    """
+    import jax
+
+    os.environ.setdefault("NPROC", str(THREADS_PER_VIRTUAL_DEVICE * num_devices))
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def use_compile_cache(directory: Path) -> None:
+    """Keep compiled programs in `directory`, unless a cache was chosen already."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -19,7 +19,6 @@ from jaxfound.training.events import Event, NonFiniteError
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import StepMetrics, TrainStep
 
-
 # Returns who asked the loop to finish its step, save and leave; empty when nobody did.
 Stop = Callable[[], str]
 

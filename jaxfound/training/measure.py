@@ -15,7 +15,7 @@ from jaxfound.data.batch import Batch
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.training.events import UNRECORDED
-from jaxfound.training.loop import never, Parts, fit
+from jaxfound.training.loop import Parts, fit, never
 from jaxfound.training.run import Run, make_parts, start
 from jaxfound.training.state import TrainState, create_train_state
 

@@ -83,7 +83,7 @@ def test_code_marked_run_runs(path, tmp_path):
     result = subprocess.run(
         [sys.executable, "-W", "error", "program.py"],
         cwd=tmp_path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "NPROC": "32"},
         capture_output=True,
         text=True,
     )

@@ -104,7 +104,9 @@ def test_communication_the_reader_of_programs_needs_text_only():
 @pytest.mark.multidevice
 def test_parallelism_a_model_takes_rules_that_another_plan_made():
     # Floor 4: a plan by hand, and rules that keep the vocabulary whole.
-    plan = ParallelPlan(degrees=(1, 2, 1, 1, 1, 2), rules=ShardingRules(unsplit=("vocab", "kv_heads")))
+    plan = ParallelPlan(
+        degrees=(1, 2, 1, 1, 1, 2), rules=ShardingRules(unsplit=("vocab", "kv_heads"))
+    )
     mesh = build_mesh(plan, devices=jax.devices()[:4])
     model = build(MODEL, execution=Execution(rules=plan.rules), mesh=mesh)
     assert model.embedding.table[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp")
