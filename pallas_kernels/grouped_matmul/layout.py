@@ -1,0 +1,97 @@
+"""Rows of groups, moved so that each group starts at a whole tile, and moved back."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class GroupLayout:
+    """Where the rows of each group stand when every group starts at a whole tile.
+
+    The number of tiles is static, the most that any sizes need, so that sizes may be computed on
+    the device: at most G - 1 tiles more than the rows fill.
+
+    Attributes:
+        tile_groups: the group of each tile; -1 behind the last one.
+        source: for each aligned row the row it comes from; `num_rows` for none.
+        target: for each row where it goes; the number of aligned rows for none.
+        bounds: first tile of each group, and the end of the last.
+    """
+
+    tile_groups: Int[Array, " tiles"]
+    source: Int[Array, " aligned"]
+    target: Int[Array, " rows"]
+    bounds: Int[Array, " groups_and_one"]
+
+    def tree_flatten(self) -> tuple[tuple[object, ...], None]:
+        """All four arrays are leaves."""
+        return (self.tile_groups, self.source, self.target, self.bounds), None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, leaves: tuple[object, ...]) -> "GroupLayout":
+        """Rebuild without checks: JAX also builds trees of shardings and placeholders."""
+        self = object.__new__(cls)
+        names = ("tile_groups", "source", "target", "bounds")
+        for name, leaf in zip(names, leaves, strict=True):
+            object.__setattr__(self, name, leaf)
+        return self
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return len(self.source) // max(len(self.tile_groups), 1)
+
+    @property
+    def aligned_sizes(self) -> Int[Array, " groups"]:
+        """Rows of each group, padding included."""
+        return jnp.diff(self.bounds) * self.tile_rows
+
+    def spread(self, rows: Float[Array, "rows n"]) -> Float[Array, "aligned n"]:
+        """Rows at their aligned places; zeros between them, whatever the rows of no group hold."""
+        return rows.at[self.source].get(mode="fill", fill_value=0)
+
+    def collect(self, aligned: Float[Array, "aligned n"]) -> Float[Array, "rows n"]:
+        """Rows back at their places; zeros for rows of no group."""
+        return aligned.at[self.target].get(mode="fill", fill_value=0)
+
+
+def num_tiles(num_rows: int, num_groups: int, *, tile_rows: int) -> int:
+    """The most tiles that `num_rows` rows in `num_groups` groups can need."""
+    if not num_rows:
+        return 0
+    partial = min(num_groups, num_rows)
+    return (num_rows + partial * (tile_rows - 1)) // tile_rows
+
+
+def align(group_sizes: Int[Array, " groups"], *, num_rows: int, tile_rows: int) -> GroupLayout:
+    """Return the layout of consecutive groups of `group_sizes` rows; later rows have no group."""
+    sizes = group_sizes.astype(jnp.int32)
+    tiles_of_group = -(-sizes // tile_rows)
+    ends, first_rows = jnp.cumsum(tiles_of_group), jnp.cumsum(sizes) - sizes
+    bounds = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends.astype(jnp.int32)])
+    last = len(sizes) - 1
+
+    tiles = jnp.arange(num_tiles(num_rows, len(sizes), tile_rows=tile_rows), dtype=jnp.int32)
+    group = jnp.searchsorted(ends, tiles, side="right").astype(jnp.int32)
+    tile_groups = jnp.where(group <= last, group, -1)
+
+    known = jnp.minimum(group, last)
+    inside = (tiles - bounds[known])[:, None] * tile_rows + jnp.arange(tile_rows)[None, :]
+    real = (inside < sizes[known][:, None]) & (tile_groups >= 0)[:, None]
+    source = jnp.where(real, first_rows[known][:, None] + inside, num_rows).reshape(-1)
+
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    group_of_row = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
+    of_row = jnp.minimum(group_of_row, last)
+    place = bounds[of_row] * tile_rows + rows - first_rows[of_row]
+    target = jnp.where(group_of_row <= last, place, len(tiles) * tile_rows)
+    return GroupLayout(
+        tile_groups=tile_groups,
+        source=source.astype(jnp.int32),
+        target=target.astype(jnp.int32),
+        bounds=bounds,
+    )

@@ -1,0 +1,181 @@
+"""Grouped products on Hopper: block-scaled 8-bit and bfloat16, by rows and by inner dim."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import mosaic, sharded, tuning
+from pallas_kernels.formats import Quantized, round_up
+from pallas_kernels.grouped_matmul import mosaic_bfloat16
+from pallas_kernels.grouped_matmul.cases import GroupedCase, Part
+from pallas_kernels.grouped_matmul.layout import GroupLayout
+from pallas_kernels.hopper_product import Tile
+from pallas_kernels.hopper_scaled import block_scaled_product
+
+Operand = Array | Quantized
+
+# 16-bit columns in one copy of 16 bytes.
+COPY_COLUMNS = 8
+
+# Groups start at multiples of 128 rows, so a tile must be 128 rows high.
+TILE = Tile(num_groups=2, columns=192, num_stages=5, snake=4)
+
+
+def refuses(case: GroupedCase) -> str | None:
+    """Why the case is not for these kernels; None if it is."""
+    if case.precision == "float32":
+        return "float32 operands have no tensor-core product without rounding"
+    return mosaic.refuses(case.hardware) or sharded.refuses_mesh()
+
+
+def rows_product(
+    x: Operand, w: Operand, layout: GroupLayout, *, case: GroupedCase, transposed: bool = False
+) -> Float[Array, "aligned n"]:
+    """Return each aligned row times its group's [K, N] matrix, or its transpose.
+
+    Tiles of no group hold anything.
+    """
+    if isinstance(x, Quantized) and isinstance(w, Quantized):
+        b = w if transposed else w.mT
+        call = partial(_scaled_rows, case=case)
+        rule = sharded.ShardRule(
+            operands=("mk", "gnk", "mK", "gNK", "t"), results=("mo",), whole="mkgnt"
+        )
+        operands = (x.values, b.values, x.scales, b.scales, layout.tile_groups)
+        return sharded.partitioned(call, rule)(*operands)
+    call = partial(_plain_rows, case=case, transposed=transposed)
+    w_letters = "gnk" if transposed else "gkn"
+    rule = sharded.ShardRule(operands=("mk", w_letters, "t"), results=("mn",), whole="mgtk")
+    return sharded.partitioned(call, rule)(x, w, layout.tile_groups)
+
+
+def inner_product(
+    x: Operand, grad: Operand, layout: GroupLayout, *, case: GroupedCase
+) -> Float[Array, "groups k n"]:
+    """Return for each group the sum over its aligned rows of xᵀ·grad, in float32.
+
+    8-bit operands come in tiles of 128 rows and are laid out rows last here.
+    """
+    if isinstance(x, Quantized) and isinstance(grad, Quantized):
+        a, b = x.mT, grad.mT
+        call = partial(_scaled_inner, case=case)
+        rule = sharded.ShardRule(
+            operands=("km", "nm", "kM", "nM", "g"), results=("akn",), whole="kmng"
+        )
+        operands = (a.values, b.values, a.scales, b.scales, layout.bounds)
+        return sharded.partitioned(call, rule)(*operands)
+    call = partial(_plain_inner, case=case)
+    rule = sharded.ShardRule(operands=("mk", "mn", "g"), results=("akn",), whole="mg")
+    return sharded.partitioned(call, rule)(x, grad, layout.bounds)
+
+
+PARTS = {"rows": rows_product, "inner": inner_product}
+
+
+def run(
+    part: Part, x: Operand, y: Operand, layout: GroupLayout, *, case: GroupedCase, **options: bool
+) -> Float[Array, "..."]:
+    """Return the part of the op that is asked for."""
+    return PARTS[part](x, y, layout, case=case, **options)
+
+
+def tile_of(case: GroupedCase) -> Tile:
+    """The measured tile of the sizes, or the default."""
+    key = f"g{case.num_groups}_n{case.n}_k{case.k}"
+    settings = tuning.find(f"grouped_{case.precision}", key, device=case.hardware.kind)
+    if settings is not None:
+        return Tile(**settings)
+    return TILE if case.precision == "fp8" else mosaic_bfloat16.TILE
+
+
+def _scaled_rows(
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    tile_groups: Array,
+    *,
+    case: GroupedCase,
+) -> Array:
+    out = block_scaled_product(
+        a,
+        b,
+        a_scales=a_scales.T,
+        b_scales=b_scales,
+        b_scales_by_row=False,
+        num_columns=case.n,
+        tile=tile_of(case),
+        num_cores=case.hardware.num_cores,
+        out_dtype=case.out_dtype,
+        groups=tile_groups,
+        grouping="rows",
+    )
+    return out[:, : case.n]
+
+
+def _scaled_inner(
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    bounds: Array,
+    *,
+    case: GroupedCase,
+) -> Array:
+    out = block_scaled_product(
+        a,
+        b,
+        a_scales=_pad_last(a_scales.T, 4),
+        b_scales=_pad_last(b_scales.T, 4),
+        b_scales_by_row=True,
+        num_columns=case.n,
+        tile=TILE,
+        num_cores=case.hardware.num_cores,
+        out_dtype=jnp.float32,
+        groups=bounds,
+        grouping="inner",
+    )
+    return out[:, : case.k, : case.n]
+
+
+def _plain_rows(
+    a: Array, b: Array, tile_groups: Array, *, case: GroupedCase, transposed: bool
+) -> Array:
+    num_columns = b.shape[-2] if transposed else b.shape[-1]
+    a, b = _pad_last(a, COPY_COLUMNS), _pad_last(b, COPY_COLUMNS)
+    out = mosaic_bfloat16.grouped_product(
+        a,
+        b,
+        groups=tile_groups,
+        grouping="rows",
+        b_inner_first=not transposed,
+        num_cores=case.hardware.num_cores,
+        out_dtype=case.out_dtype,
+        tile=tile_of(case),
+    )
+    return out[:, :num_columns]
+
+
+def _plain_inner(a: Array, b: Array, bounds: Array, *, case: GroupedCase) -> Array:
+    rows, columns = a.shape[-1], b.shape[-1]
+    out = mosaic_bfloat16.grouped_product(
+        _pad_last(a, COPY_COLUMNS),
+        _pad_last(b, COPY_COLUMNS),
+        groups=bounds,
+        grouping="inner",
+        b_inner_first=True,
+        num_cores=case.hardware.num_cores,
+        out_dtype=jnp.float32,
+        tile=tile_of(case),
+    )
+    return out[:, :rows, :columns]
+
+
+def _pad_last(x: Array, multiple: int) -> Array:
+    """`x` with its last dim rounded up, so that its rows are whole copies of 16 bytes."""
+    missing = round_up(x.shape[-1], multiple) - x.shape[-1]
+    if not missing:
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, missing, 0)])

@@ -1,0 +1,313 @@
+"""What every matrix product on Hopper here shares: the walk over tiles, the ring, the store.
+
+A persistent grid: each block walks over tiles of the result. Its `tile.num_groups` computing
+warpgroups take 64 rows each, one more warpgroup copies operands into a ring of stages. A step is
+128 bytes of K, one row of the shared-memory pattern. What a step does is a subclass's business.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_kernels import mosaic
+from pallas_kernels.formats import BLOCK, round_up
+from pallas_kernels.hardware import SM90_SCRATCH_BYTES
+
+# Shared memory for barriers, the reduction scratch and alignment of the buffers.
+RESERVED_BYTES = 2048
+# Registers of a computing and of the copying warpgroup, by number of computing ones: together at
+# most the 512 a lane quadruple has, in steps of 8.
+REGISTERS: dict[int, tuple[int, int]] = {1: (240, 40), 2: (232, 40), 3: (160, 24)}
+
+
+Grouping = Literal["none", "rows", "inner"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one block works.
+
+    Attributes:
+        num_groups: computing warpgroups; each takes 64 rows.
+        columns: columns of the tile, a multiple of 32. 64 rows of them twice over (sum and
+            partial product) must fit the registers: at most 128 for three groups, 192 for two.
+        num_stages: most steps in flight between copying and computing; fewer if memory is short.
+        num_out_buffers: buffers of 128 bytes a row through which a warpgroup stores its rows.
+        snake: tiles side by side before the walk turns; neighbours share operands in L2.
+        cluster: blocks, one above the other, that share each copy of B; dense products only.
+    """
+
+    num_groups: int
+    columns: int
+    num_stages: int
+    num_out_buffers: int = 1
+    snake: int = 1
+    cluster: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return self.num_groups * mosaic.WARPGROUP_ROWS
+
+    @property
+    def segment(self) -> int:
+        """Columns that surely lie in one block of weights: all have one scale."""
+        return math.gcd(self.columns, BLOCK)
+
+
+class Refs(NamedTuple):
+    """The kernel's memory: operands and result in device memory, stages in shared memory."""
+
+    a: Any
+    b: Any
+    out: Any
+    a_stages: Any
+    b_stages: Any
+    out_stages: Any
+    full: Any
+    empty: Any
+    groups: Any = None
+    a_scales: Any = None
+    b_scales: Any = None
+    a_scale_stages: Any = None
+    b_scale_stages: Any = None
+
+
+class Work(NamedTuple):
+    """One tile of the result: where it is, which blocks of K it sums, and its number of steps.
+
+    `first_step` counts the steps that this block took before, for the ring of stages.
+    """
+
+    row_tile: Any
+    column_tile: Any
+    group: Any
+    first_block: Any
+    num_steps: Any
+    first_step: Any
+
+
+@dataclass(frozen=True)
+class Product:
+    """Static sizes of one launch. Subclasses say how a step is copied and computed.
+
+    Attributes:
+        num_columns: columns of the result, rounded up to what one copy may store.
+        grouping: by "rows": each tile of rows has a group, which picks its B; -1 = no group, not
+            written. By "inner": each group sums its own part of K into its own result.
+        num_groups: groups of an "inner" product.
+    """
+
+    m: int
+    n: int
+    k: int
+    num_columns: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    tile: Tile
+    num_cores: int
+    grouping: Grouping = "none"
+    num_groups: int = 1
+
+    @property
+    def step(self) -> int:
+        """Elements of K in a step."""
+        return mosaic.SWIZZLE_BYTES // self.dtype.itemsize
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a tile that sums all of K."""
+        return pl.cdiv(self.k, self.step)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that fill one stage."""
+        return 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage."""
+        return (self.tile.rows + self.tile.columns) * mosaic.SWIZZLE_BYTES
+
+    @property
+    def store_columns(self) -> int:
+        """Columns stored at a time: 128 bytes, the widest swizzle."""
+        return min(mosaic.SWIZZLE_BYTES // self.out_dtype.itemsize, self.tile.segment)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that are useful and fit."""
+        row_bytes = self.store_columns * self.out_dtype.itemsize
+        out_bytes = self.tile.num_out_buffers * self.tile.rows * row_bytes
+        fitting = (SM90_SCRATCH_BYTES - RESERVED_BYTES - out_bytes) // self.stage_bytes
+        return min(self.tile.num_stages, self.num_steps, fitting)
+
+    @property
+    def walk_shape(self) -> tuple[int, int]:
+        """Tiles in each direction; a cluster takes its rows of tiles together."""
+        num_row_tiles = pl.cdiv(self.m, self.tile.rows)
+        return pl.cdiv(num_row_tiles, self.tile.cluster), pl.cdiv(
+            self.num_columns, self.tile.columns
+        )
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all results."""
+        return math.prod(self.walk_shape) * (self.num_groups if self.grouping == "inner" else 1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Clusters of the grid: all run at once and share the tiles."""
+        return min(self.num_cores // self.tile.cluster, self.num_tiles)
+
+    def scratch(self) -> dict[str, object]:
+        """Shared memory of one block, by the field of `Refs` that holds it."""
+        tile, num_stages = self.tile, self.num_stages
+        out = (tile.num_groups, tile.num_out_buffers, mosaic.WARPGROUP_ROWS, self.store_columns)
+        a_stage, b_stage = self.stage_shapes()
+        return {
+            "a_stages": mosaic.shared((num_stages, *a_stage), self.dtype),
+            "b_stages": mosaic.shared((num_stages, *b_stage), self.dtype),
+            "out_stages": mosaic.shared(out, self.out_dtype),
+            "full": mosaic.Barrier(num_arrivals=self.num_copies, num_barriers=num_stages),
+            "empty": mosaic.empty_barrier(tile.num_groups, num_stages, cluster=tile.cluster),
+        }
+
+    def stage_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of one stage of A and of B."""
+        return (self.tile.rows, self.step), (self.tile.columns, self.step)
+
+    def copy_step(self, refs: Refs, work: Work, *, index: Any, slot: Any) -> None:
+        """Start the copies of step `index` of a tile into stage `slot`."""
+        raise NotImplementedError
+
+    def compute_tile(self, refs: Refs, work: Work, warpgroup: Any) -> tuple[jax.Array, ...]:
+        """Return the float32 sums of this warpgroup's rows, one array for each segment."""
+        raise NotImplementedError
+
+    def ring(self, refs: Refs) -> mosaic.Ring:
+        """The stages between the copying warpgroup and the computing ones."""
+        return mosaic.Ring(full=refs.full, empty=refs.empty, num_stages=self.num_stages)
+
+    def walk(self, refs: Refs, visit: Callable[[Work], None]) -> jax.Array:
+        """Call `visit` for each tile of this block and return the number of steps taken."""
+        block = lax.axis_index("block")
+
+        def one(index: jax.Array, first_step: jax.Array) -> jax.Array:
+            work = self.work(refs, block + index * self.num_blocks, first_step)
+            if self.grouping != "rows":
+                visit(work)
+                return first_step + work.num_steps
+            # Rows of no group are neither read nor written.
+            alive = work.group >= 0
+
+            @pl.when(alive)
+            def _() -> None:
+                visit(work)
+
+            return first_step + jnp.where(alive, jnp.int32(work.num_steps), jnp.int32(0))
+
+        mine = lax.div(self.num_tiles - block + self.num_blocks - 1, jnp.int32(self.num_blocks))
+        return lax.fori_loop(0, mine, one, jnp.int32(0))
+
+    def work(self, refs: Refs, linear: jax.Array, first_step: jax.Array) -> Work:
+        """The tile with number `linear` of this block's walk."""
+        group, first_block, num_steps = jnp.int32(0), jnp.int32(0), self.num_steps
+        if self.grouping == "inner":
+            tiles_of_group = jnp.int32(math.prod(self.walk_shape))
+            group, linear = lax.div(linear, tiles_of_group), lax.rem(linear, tiles_of_group)
+            steps_of_block = BLOCK // self.step
+            first_block = refs.groups[group] * steps_of_block
+            num_steps = refs.groups[group + 1] * steps_of_block - first_block
+        row_tile, column_tile = mosaic.planar_snake(linear, self.walk_shape, 1, self.tile.snake)
+        if self.tile.cluster > 1:
+            row_tile = row_tile * self.tile.cluster + lax.axis_index("member")
+        if self.grouping == "rows":
+            group = refs.groups[row_tile]
+        return Work(row_tile, column_tile, group, first_block, num_steps, first_step)
+
+    def store(self, refs: Refs, sums: tuple[jax.Array, ...], *, work: Work, warpgroup: Any) -> None:
+        """Round the sums and copy them out; the copies overlap the next tile's first steps."""
+        first_row = work.row_tile * self.tile.rows + warpgroup * mosaic.WARPGROUP_ROWS
+        rows = pl.ds(first_row, mosaic.WARPGROUP_ROWS)
+        width, num_buffers = self.store_columns, self.tile.num_out_buffers
+        out = refs.out.at[work.group] if self.grouping == "inner" else refs.out
+        num_stores = 0
+        for index, values in enumerate(sums):
+            for at in range(0, self.tile.segment, width):
+                buffer = refs.out_stages.at[warpgroup, num_stores % num_buffers]
+                mosaic.wait_copy_out(num_buffers - 1, wait_read_only=True)
+                buffer[...] = values[:, at : at + width].astype(refs.out.dtype)
+                mosaic.commit()
+                column = work.column_tile * self.tile.columns + index * self.tile.segment + at
+                mosaic.copy_out(buffer, out.at[rows, pl.ds(column, width)])
+                num_stores += 1
+
+    def copy(self, refs: Refs) -> None:
+        """The copying warpgroup: fill the stages of every step of every tile, in order."""
+        mosaic.set_max_registers(REGISTERS[self.tile.num_groups][1], action="decrease")
+        ring = self.ring(refs)
+
+        def tile(work: Work) -> None:
+            def step(index: Any, _: None) -> None:
+                ring.wait_empty(work.first_step + index)
+                slot = ring.slot(work.first_step + index)
+                self.copy_step(refs, work, index=index, slot=slot)
+
+            lax.fori_loop(0, work.num_steps, step, None)
+
+        ring.drain(self.walk(refs, tile))
+
+    def compute(self, refs: Refs, warpgroup: Any) -> None:
+        """A computing warpgroup: its 64 rows of every tile."""
+        mosaic.set_max_registers(REGISTERS[self.tile.num_groups][0], action="increase")
+
+        def tile(work: Work) -> None:
+            sums = self.compute_tile(refs, work, warpgroup)
+            self.store(refs, sums, work=work, warpgroup=warpgroup)
+
+        self.walk(refs, tile)
+        mosaic.wait_copy_out(0)
+
+    def launch(self, operands: Mapping[str, Array]) -> Array:
+        """Run on `operands`, named as in `Refs`, and return the result [*group, M, columns]."""
+        cluster = self.tile.cluster
+        scratch = self.scratch()
+        stack = (self.num_groups,) if self.grouping == "inner" else ()
+        run = mosaic.kernel(
+            partial(_body, self, (*operands, "out", *scratch)),
+            out_type=jax.ShapeDtypeStruct((*stack, self.m, self.num_columns), self.out_dtype),
+            scratch_types=tuple(scratch.values()),
+            grid=(self.num_blocks,),
+            grid_names=("block",),
+            num_warpgroups=self.tile.num_groups + 1,
+            **({"cluster": (cluster,), "cluster_names": ("member",)} if cluster > 1 else {}),
+        )
+        return run(*operands.values())
+
+
+def _body(product: Product, names: tuple[str, ...], *refs: Any) -> None:
+    """The kernel: the last warpgroup copies, the others compute."""
+    memory = Refs(**dict(zip(names, refs, strict=True)))
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < product.tile.num_groups)
+    def _() -> None:
+        product.compute(memory, warpgroup)
+
+    @pl.when(warpgroup == product.tile.num_groups)
+    def _() -> None:
+        product.copy(memory)
+
+
+def stored_columns(num_columns: int, dtype: jnp.dtype) -> int:
+    """Columns of a result whose rows one copy may store: a whole number of 16 bytes."""
+    return round_up(num_columns, mosaic.COPY_ALIGN_BYTES // dtype.itemsize)

@@ -1,0 +1,153 @@
+"""The drop-in matrix product of a model's linear layers, in the number format that is asked for."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
+from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.quantize import quantize, requantize_transposed
+from pallas_kernels.sharded import vary, varying_axes
+
+Precision = Literal["float32", "bfloat16", "fp8"]
+
+
+def linear(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"], *, precision: Precision
+) -> Float[Array, "*batch n"]:
+    """Return `x @ w` computed in `precision`, in the dtype of `x`; differentiable in both.
+
+    Args:
+        x: activations; any leading dims.
+        w: weights, input features first.
+        precision: "float32" multiplies in full float32 (never TF32); "bfloat16" rounds both
+            operands and the incoming gradient to bfloat16 and sums in float32; "fp8" quantises
+            by the DeepSeek-V3 recipe, forward and backward, and any size is padded.
+    Raises:
+        ValueError: if `precision` is not a row of `PRECISIONS`.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown. Use one of {sorted(PRECISIONS)}.")
+    axes = varying_axes(x, w)
+    return PRECISIONS[precision](vary(x, axes), vary(w, axes))
+
+
+def _product(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"], *, dtype: jnp.dtype
+) -> Float[Array, "*batch n"]:
+    """`x @ w` with operands of `dtype` and a float32 (or wider) sum."""
+    return lax.dot_general(
+        x.astype(dtype),
+        w.astype(dtype),
+        (((x.ndim - 1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if dtype.itemsize >= 4 else None,
+        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+    )
+
+
+def _float32(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*batch n"]:
+    # Wider operands stay wide, so that a float64 check of a model is a float64 check here too.
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, w.dtype), jnp.float32)
+    return _product(x, w, dtype=dtype).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _bfloat16(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*batch n"]:
+    return _product(x, w, dtype=jnp.dtype(jnp.bfloat16)).astype(x.dtype)
+
+
+def _bfloat16_forward(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"]
+) -> tuple[Float[Array, "*batch n"], tuple[Array, Array]]:
+    return _bfloat16(x, w), (x, w)
+
+
+def _bfloat16_backward(
+    saved: tuple[Array, Array], grad: Float[Array, "*batch n"]
+) -> tuple[Float[Array, "*batch k"], Float[Array, "k n"]]:
+    # Written out because the automatic rule multiplies a float32 gradient by a bfloat16 operand,
+    # which a GPU runs as a slow float32 product.
+    x, w = (operand.astype(jnp.bfloat16) for operand in saved)
+    g = grad.astype(jnp.bfloat16)
+    dims = tuple(range(x.ndim - 1))
+    product = partial(lax.dot_general, preferred_element_type=jnp.float32)
+    grad_x = product(g, w, (((g.ndim - 1,), (1,)), ((), ())))
+    grad_w = product(x, g, ((dims, dims), ((), ())))
+    return grad_x.astype(saved[0].dtype), grad_w.astype(saved[1].dtype)
+
+
+_bfloat16.defvjp(_bfloat16_forward, _bfloat16_backward)
+
+
+class _Dtypes(NamedTuple):
+    x: jnp.dtype
+    w: jnp.dtype
+
+
+def _fp8(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*batch n"]:
+    return _fp8_product(x, w, _Dtypes(x=x.dtype, w=w.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnames=("dtypes",))
+def _fp8_product(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"], dtypes: _Dtypes
+) -> Float[Array, "*batch n"]:
+    return _fp8_forward(x, w, dtypes)[0]
+
+
+def _fp8_forward(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"], dtypes: _Dtypes
+) -> tuple[Float[Array, "*batch n"], tuple[Quantized, Quantized]]:
+    x_q = quantize(x.reshape(-1, x.shape[-1]) if x.ndim == 1 else x, format=ACTIVATION)
+    w_q = quantize(w, format=WEIGHT)
+    product = fp8_matmul(x_q, w_q.mT, out_dtype=_sum_dtype(dtypes.x))
+    # The 8-bit activations are what backward keeps: half the memory of bfloat16 ones.
+    return product.reshape(*x.shape[:-1], w.shape[1]).astype(dtypes.x), (x_q, w_q)
+
+
+def _fp8_backward(
+    dtypes: _Dtypes, saved: tuple[Quantized, Quantized], grad: Float[Array, "*batch n"]
+) -> tuple[Float[Array, "*batch k"], Float[Array, "k n"]]:
+    x_q, w_q = saved
+    grad_rows = grad.reshape(-1, grad.shape[-1]) if grad.ndim == 1 else grad
+    grad_q = quantize(grad_rows, format=ACTIVATION)
+    grad_x = fp8_matmul(grad_q, w_q, out_dtype=_sum_dtype(dtypes.x))
+    # From the gradient itself, not from its 8-bit copy, and never in squares: square blocks on
+    # gradients made training diverge (DeepSeek-V3, appendix B.2).
+    grad_t = quantize(_tokens_in_one_dim(grad_rows).mT, format=ACTIVATION)
+    x_t = requantize_transposed(_quantized_tokens_in_one_dim(x_q))
+    grad_w = fp8_matmul(x_t, grad_t, out_dtype=jnp.float32)
+    grad_x = grad_x.reshape(*grad.shape[:-1], x_q.columns)
+    return grad_x.astype(dtypes.x), grad_w.astype(dtypes.w)
+
+
+_fp8_product.defvjp(_fp8_forward, _fp8_backward)
+
+
+def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The result dtype of a product whose caller wants `dtype`: never rounded twice."""
+    return dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+
+
+def _tokens_in_one_dim(x: Float[Array, "*batch n"]) -> Float[Array, "tokens n"]:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _quantized_tokens_in_one_dim(x: Quantized) -> Quantized:
+    """The same rows as one matrix; 1x128 tiles never cross a row."""
+    values, scales = _tokens_in_one_dim(x.values), _tokens_in_one_dim(x.scales)
+    return replace(x, values=values, scales=scales, rows=values.shape[0])
+
+
+PRECISIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "float32": _float32,
+    "bfloat16": _bfloat16,
+    "fp8": _fp8,
+}

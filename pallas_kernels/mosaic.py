@@ -1,0 +1,215 @@
+"""The one adapter to JAX's Mosaic GPU API: every name of it that a kernel here uses is here.
+
+When the API moves, this file moves. It adds what every Hopper kernel of this package shares: the
+ring of shared-memory stages between one copying warpgroup and the computing ones.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as mosaic_gpu_api
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hardware import Hardware
+
+# The API exports more than its type stubs say.
+plgpu: Any = mosaic_gpu_api
+
+# Layouts of a wgmma accumulator, and of a vector along its rows or its columns.
+ACCUMULATOR = plgpu.Layout.WGMMA
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+# Rows of the wgmma instruction's left operand: what one warpgroup computes at a time.
+WARPGROUP_ROWS = 64
+# Bytes of one row of the shared-memory pattern that wgmma and the copy engine agree on.
+SWIZZLE_BYTES = 128
+# A copy engine row must start and end on this many bytes.
+COPY_ALIGN_BYTES = 16
+
+Accumulator = plgpu.ACC
+Barrier = plgpu.Barrier
+arrive = plgpu.barrier_arrive
+broadcasted_iota = plgpu.broadcasted_iota
+commit = plgpu.commit_smem
+copy_in = plgpu.copy_gmem_to_smem
+copy_out = plgpu.copy_smem_to_gmem
+layout_cast = plgpu.layout_cast
+load = plgpu.load
+planar_snake = plgpu.planar_snake
+set_max_registers = plgpu.set_max_registers
+wait = plgpu.barrier_wait
+wait_copy_out = plgpu.wait_smem_to_gmem
+wgmma = plgpu.wgmma
+wgmma_wait = plgpu.wgmma_wait
+
+
+def refuses(hardware: Hardware) -> str | None:
+    """Why `hardware` cannot run a Hopper kernel; None if it can."""
+    if hardware.architecture != "sm90":
+        return (
+            f"{hardware.kind} is {hardware.architecture}; this kernel is written for sm90 "
+            "(wgmma). The XLA backend serves it."
+        )
+    return None
+
+
+def shared(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, matrix: bool = True) -> Any:
+    """Shared memory of `shape`; a `matrix` is laid out as wgmma reads it."""
+    if not matrix:
+        return plgpu.SMEM(shape, dtype)
+    columns = min(shape[-1], SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
+    swizzle_bytes = columns * jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle_bytes))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """Float32 zeros in registers, laid out as an accumulator."""
+    return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), ACCUMULATOR)
+
+
+def per_row(value: float, *, rows: int = WARPGROUP_ROWS) -> jax.Array:
+    """A float32 vector in registers with one `value` for each row of an accumulator."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), PER_ROW)
+
+
+def multiply(shape: tuple[int, int], issue: Callable[[Any], None]) -> jax.Array:
+    """Run the products that `issue` adds to a fresh accumulator and return it in registers."""
+
+    def scoped(accumulator: Any) -> jax.Array:
+        issue(accumulator)
+        return accumulator[...]
+
+    return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+
+
+def add_products(total: jax.Array, issue: Callable[[Any], None]) -> jax.Array:
+    """Return `total`, an accumulator in registers, plus the products that `issue` adds to it."""
+    if is_interpreting():
+        return total + multiply((total.shape[0], total.shape[1]), issue)
+    return pl.run_state(issue)(plgpu.ACC.init(total))
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    out_type: object,
+    scratch_types: Sequence[object],
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    num_warpgroups: int,
+    reduction_bytes: int = 512,
+    **mesh: Any,
+) -> Callable[..., Any]:
+    """Return a launcher of `body` on `grid` blocks of `num_warpgroups` warpgroups.
+
+    Automatic barriers are off: the copying warpgroup would pay one for each copy. So a body must
+    never read and overwrite the same shared memory in one thread without a wait in between.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=grid,
+        grid_names=grid_names,
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=reduction_bytes,
+        ),
+        **mesh,
+    )
+
+
+def empty_barrier(num_readers: int, num_stages: int, *, cluster: int = 1) -> Any:
+    """Barriers that complete once `num_readers` warpgroups of each block have let a stage go.
+
+    In a cluster, whose axis is named "member", a stage is refilled for all blocks at once.
+    """
+    if cluster == 1:
+        return plgpu.Barrier(num_arrivals=num_readers, num_barriers=num_stages)
+    return plgpu.ClusterBarrier(
+        collective_axes=("member",), num_arrivals=num_readers, num_barriers=num_stages
+    )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Stages of shared memory that a copying warpgroup fills and computing ones empty.
+
+    Attributes:
+        full: one barrier a stage; completes when all copies into the stage have landed.
+        empty: one barrier a stage; completes when every reader has let go of the stage.
+    """
+
+    full: Any
+    empty: Any
+    num_stages: int
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """The stage that step number `step` uses."""
+        return lax.rem(step, jnp.int32(self.num_stages))
+
+    def wait_empty(self, step: jax.Array) -> None:
+        """Return once the stage of `step` may be overwritten; the first round never waits."""
+
+        @pl.when(step >= self.num_stages)
+        def _() -> None:
+            plgpu.barrier_wait(self.empty.at[self.slot(step)])
+
+    def wait_full(self, step: jax.Array) -> None:
+        """Return once the stage of `step` holds its data."""
+        plgpu.barrier_wait(self.full.at[self.slot(step)])
+
+    def release(self, step: jax.Array) -> None:
+        """Say that this warpgroup has read the stage of `step`."""
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    def drain(self, num_steps: jax.Array) -> None:
+        """Wait for the last readers after `num_steps` steps, so that no barrier is left pending."""
+        for behind in range(self.num_stages):
+            self.wait_empty(num_steps + behind)
+
+
+_interpreting = jax.make_user_context(default_value=False)
+
+
+@contextmanager
+def interpreted(*, detect_races: bool = False) -> Iterator[None]:
+    """Run kernels traced inside on the CPU, by JAX's Mosaic GPU interpreter.
+
+    A missing wait or a barrier left pending raises. Accumulators with an initial value and left
+    operands in registers are beyond it.
+    """
+    params = plgpu.InterpretGPUParams(detect_races=detect_races)
+    with _interpreting(True), plgpu.force_gpu_interpret_mode(params):
+        yield
+
+
+def is_interpreting() -> bool:
+    """True inside `interpreted`, where a kernel is an ordered callback and cannot be split."""
+    return _interpreting.value
+
+
+def kernel_seconds(run: Callable[[], None]) -> float:
+    """Return the seconds that all GPU kernels started by `run` took, without gaps between them.
+
+    `run` must wait for its own kernels. Counts kernels of every library in the process. One
+    measurement at a time: the driver allows one subscriber.
+    """
+    extension: Any = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
+    extension._cupti_init()
+    try:
+        run()
+    finally:
+        timings = extension._cupti_get_timings(True)
+    return sum(milliseconds for _, milliseconds in timings) / 1e3

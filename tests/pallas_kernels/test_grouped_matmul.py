@@ -1,0 +1,173 @@
+"""Grouped products: empty groups, rows of no group, masked rows; forward, backward, interpreted."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import hardware, mosaic
+from pallas_kernels.accuracy import difference
+from pallas_kernels.grouped_matmul import align, grouped_matmul, masked_grouped_matmul, reference
+from pallas_kernels.grouped_matmul.cases import TEST_CASES
+from pallas_kernels.grouped_matmul.layout import num_tiles
+
+CASE = Path(__file__).parent.parent / "data" / "S18" / "case.npz"
+# Cosine difference from float64 on unrounded operands: half the squared relative error of two
+# operands rounded to 24, 8 and 4 bits; fp8 of a handful of values is worse than its average.
+LIMIT = {"float32": 1e-12, "bfloat16": 2e-5, "fp8": 3e-3}
+
+
+def operands(sizes, rows, n, k, *, dtype=jnp.float32):
+    rng = np.random.default_rng(len(sizes) + rows)
+    x = rng.standard_normal((rows, k))
+    x[sum(sizes) :] = np.nan
+    w, grad = rng.standard_normal((len(sizes), k, n)), rng.standard_normal((rows, n))
+    arrays = [jnp.asarray(t, dtype) for t in (x, w, grad)]
+    return *arrays, jnp.asarray(sizes, jnp.int32)
+
+
+def forward_and_backward(function, x, w, grad, sizes):
+    @jax.jit
+    def run(x, w, grad):
+        out, vjp = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
+        return out, *vjp(grad)
+
+    return [np.asarray(t, np.float64) for t in run(x, w, grad)]
+
+
+def of(precision, **options):
+    return lambda x, w, sizes: grouped_matmul(
+        x, w, group_sizes=sizes, precision=precision, **options
+    )
+
+
+@pytest.mark.parametrize("precision", LIMIT)
+@pytest.mark.parametrize(("sizes", "rows", "n", "k"), TEST_CASES[:4], ids=str)
+def test_values_and_gradients_are_those_of_the_reference(sizes, rows, n, k, precision):
+    x, w, grad, group_sizes = operands(sizes, rows, n, k)
+    found = forward_and_backward(of(precision), x, w, grad, group_sizes)
+    expected = forward_and_backward(
+        lambda x, w, s: reference.grouped_matmul(x, w, s), x, w, grad, group_sizes
+    )
+    for ours, right in zip(found, expected, strict=True):
+        assert difference(ours, right).total <= LIMIT[precision]
+    out, grad_x, grad_w = found
+    assert not out[sum(sizes) :].any()
+    assert not grad_x[sum(sizes) :].any()
+    assert not grad_w[[i for i, size in enumerate(sizes) if not size]].any()
+
+
+@pytest.mark.parametrize(("suffix", "rows"), [("", 12), ("_short", 9)])
+def test_the_case_with_empty_groups_and_unowned_rows_is_right(suffix, rows):
+    case = np.load(CASE)
+    x, w, grad = (jnp.asarray(case[name]) for name in ("x" + suffix, "w", "dy"))
+    sizes = jnp.asarray(case["sizes" + suffix], jnp.int32)
+    out, grad_x, grad_w = forward_and_backward(of("float32"), x, w, grad, sizes)
+    names = ("y_short_first9", "dx_short_first9") if suffix else ("y", "dx")
+    np.testing.assert_allclose(out[:rows], case[names[0]], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grad_x[:rows], case[names[1]], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grad_w, case["dw" + suffix], rtol=1e-5, atol=1e-5)
+    assert not grad_w[[0, 2, 3, 5]].any()
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 0, 0, 8, 0), (12,), (0, 0, 0), (1, 128, 129)], ids=str)
+@pytest.mark.parametrize("tile_rows", [8, 128])
+def test_every_group_starts_at_a_tile_and_every_row_comes_back(sizes, tile_rows):
+    num_rows = sum(sizes) + 3
+    layout = align(jnp.asarray(sizes, jnp.int32), num_rows=num_rows, tile_rows=tile_rows)
+    rows = jnp.arange(1.0, num_rows + 1)[:, None]
+    aligned = layout.spread(rows)
+    assert len(aligned) == tile_rows * num_tiles(num_rows, len(sizes), tile_rows=tile_rows)
+    tiles = np.asarray(aligned).reshape(-1, tile_rows)
+    first = 1
+    for group, size in enumerate(sizes):
+        mine = tiles[np.asarray(layout.tile_groups) == group].reshape(-1)
+        np.testing.assert_array_equal(mine[:size], np.arange(first, first + size))
+        assert not mine[size:].any()
+        first += size
+    np.testing.assert_array_equal(layout.collect(aligned)[: sum(sizes)], rows[: sum(sizes)])
+    assert not layout.collect(aligned)[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp8"])
+def test_only_the_first_rows_of_each_masked_group_count(precision):
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((3, 6, 40)), rng.standard_normal((3, 40, 16))
+    sizes = np.asarray([6, 0, 2], np.int32)
+    for group, size in enumerate(sizes):
+        x[group, size:] = np.nan
+    out = masked_grouped_matmul(
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(w, jnp.float32),
+        group_sizes=jnp.asarray(sizes),
+        precision=precision,
+    )
+    expected = np.where(np.isnan(x).any(-1, keepdims=True), 0.0, np.nan_to_num(x) @ w)
+    assert difference(np.asarray(out), expected).total <= LIMIT[precision]
+    assert not np.asarray(out)[1].any()
+
+
+def test_operands_that_do_not_fit_are_refused_with_their_shapes():
+    x, w, _, sizes = operands((2, 3), 5, 8, 16)
+    with pytest.raises(ValueError, match=r"\(5, 16\)"):
+        grouped_matmul(x, w[:, :8], group_sizes=sizes, precision="float32")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_the_hopper_kernels_equal_the_xla_path_forward_and_backward(precision):
+    sizes, rows, n, k = (0, 9, 0, 5), 16, 24, 40
+    x, w, grad, group_sizes = operands(sizes, rows, n, k, dtype=jnp.bfloat16)
+    expected = forward_and_backward(of(precision), x, w, grad, group_sizes)
+    with mosaic.interpreted(), hardware.target("NVIDIA H200"):
+        run = of(precision, backend="mosaic_gpu")
+        found = forward_and_backward(run, x, w, grad, group_sizes)
+    for ours, right in zip(found, expected, strict=True):
+        assert difference(ours, right).total <= 5e-6
+    assert not found[2][[0, 2]].any()
+
+
+def expert_parallel(precision):
+    """Gradients for both operands with two experts on each of four devices."""
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    own = jax.P("expert")
+
+    def loss(x, w, sizes):
+        return (grouped_matmul(x, w, group_sizes=sizes, precision=precision) ** 2).sum()
+
+    return jax.shard_map(
+        jax.grad(loss, argnums=(0, 1)), mesh=mesh, in_specs=(own, own, own), out_specs=(own, own)
+    )
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("precision", LIMIT)
+def test_devices_that_get_no_token_give_zeros_and_do_not_disturb_the_others(precision):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((16, 40)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((8, 40, 24)), jnp.float32)
+    sizes = jnp.asarray([0, 4, 0, 0, 3, 1, 0, 0], jnp.int32)
+    grad_x, grad_w = jax.jit(expert_parallel(precision))(x, w, sizes)
+    for device in range(4):
+        rows, experts = slice(4 * device, 4 * device + 4), slice(2 * device, 2 * device + 2)
+
+        def loss(x, w, experts=experts):
+            return (reference.grouped_matmul(x, w, sizes[experts]) ** 2).sum()
+
+        expected = jax.grad(loss, argnums=(0, 1))(x[rows], w[experts])
+        for ours, right in zip((grad_x[rows], grad_w[experts]), expected, strict=True):
+            assert difference(np.asarray(ours), np.asarray(right)).total <= 4 * LIMIT[precision]
+    assert not np.asarray(grad_w)[[0, 2, 3, 6, 7]].any()
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_the_hopper_kernels_lower_inside_a_shard_map(precision):
+    shapes = ((1024, 256), (8, 256, 128), (8,))
+    dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32)
+    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    with hardware.target("NVIDIA H200"):
+        traced = jax.jit(expert_parallel(precision)).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 3

@@ -1,0 +1,146 @@
+"""The drop-in product of linear layers: values and gradients of each precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import hardware
+from pallas_kernels.formats import ACTIVATION, WEIGHT
+from pallas_kernels.linear import PRECISIONS, linear
+from pallas_kernels.quantize import quantize
+
+# Relative error of a result against float64. float32: order of sums. bfloat16: two operands
+# rounded to 8 bits. fp8: two operands rounded to 4 bits, errors of random sign.
+RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 5e-3, "fp8": 5e-2}
+
+
+def operands(*shape, n=24, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], shape, dtype)
+    w = jax.random.normal(keys[1], (shape[-1], n)) / shape[-1] ** 0.5
+    grad = jax.random.normal(keys[2], (*shape[:-1], n), dtype)
+    return x, w, grad
+
+
+def relative_error(found, expected):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", [(40, 130), (2, 3, 13), (129,), (1, 1)], ids=str)
+def test_values_and_gradients_are_those_of_a_matrix_product(shape, precision):
+    x, w, grad = operands(*shape)
+
+    @jax.jit
+    def run(x, w, grad):
+        out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
+        return out, *vjp(grad)
+
+    out, grad_x, grad_w = run(x, w, grad)
+    rows, grad_rows = (np.asarray(t, np.float64).reshape(-1, t.shape[-1]) for t in (x, grad))
+    # One row is one draw of rounding errors, not their average.
+    allowed = RELATIVE_ERROR[precision] * (2 if len(rows) < 4 else 1)
+    expected_w = np.asarray(w, np.float64)
+    assert relative_error(out, (rows @ expected_w).reshape(out.shape)) < allowed
+    assert relative_error(grad_x, (grad_rows @ expected_w.T).reshape(x.shape)) < allowed
+    assert relative_error(grad_w, rows.T @ grad_rows) < allowed
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_result_has_the_dtype_of_the_input_and_gradients_that_of_their_operand(precision):
+    x, w, grad = operands(8, 32, dtype=jnp.bfloat16)
+    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
+    grad_x, grad_w = vjp(grad)
+    assert (out.dtype, grad_x.dtype, grad_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_mapping_over_experts_equals_one_call_for_each(precision):
+    x, w, _ = operands(3, 5, 40)
+    stack = jnp.stack([w, 2 * w, -w])
+    run = lambda x, w: linear(x, w, precision=precision)
+    each = jnp.stack([run(x[i], stack[i]) for i in range(3)])
+    assert relative_error(jax.vmap(run)(x, stack), each) < 1e-6
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_tokens_give_an_empty_result_and_a_zero_weight_gradient(precision):
+    x, w, grad = operands(0, 40)
+    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
+    assert out.shape == (0, 24)
+    assert jnp.array_equal(vjp(grad)[1], jnp.zeros_like(w))
+
+
+def test_fp8_is_the_product_of_the_quantised_operands_forward_and_for_the_input():
+    x, w, grad = operands(20, 300)
+    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision="fp8"), x, w)
+    x_back = np.asarray(quantize(x, format=ACTIVATION).dequantize(), np.float64)
+    w_back = np.asarray(quantize(w, format=WEIGHT).dequantize(), np.float64)
+    grad_back = np.asarray(quantize(grad, format=ACTIVATION).dequantize(), np.float64)
+    assert relative_error(out, x_back @ w_back) < 1e-6
+    assert relative_error(vjp(grad)[0], grad_back @ w_back.T) < 1e-6
+
+
+def test_fp8_quantises_both_operands_of_the_weight_gradient_along_tokens():
+    x, w, grad = operands(300, 20)
+    _, vjp = jax.vjp(lambda x, w: linear(x, w, precision="fp8"), x, w)
+    x_t = quantize(x, format=ACTIVATION).dequantize().T
+    x_back = np.asarray(quantize(x_t, format=ACTIVATION).dequantize(), np.float64)
+    grad_back = np.asarray(quantize(grad.T, format=ACTIVATION).dequantize(), np.float64)
+    assert relative_error(vjp(grad)[1], x_back @ grad_back.T) < 1e-6
+
+
+def test_an_unknown_precision_is_refused_with_the_known_ones():
+    x, w, _ = operands(2, 4)
+    with pytest.raises(Exception, match="fp4"):
+        linear(x, w, precision="fp4")
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_sharded_operands_give_the_same_values_and_gradients(precision):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = lambda *names: jax.NamedSharding(mesh, jax.P(*names))
+    x, w, grad = operands(8, 16, 512, n=512)
+
+    def run(x, w, grad):
+        out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
+        return out, *vjp(grad)
+
+    places = (spec("data"), spec(None, "tensor"), spec("data", None, "tensor"))
+    sharded = [jax.device_put(t, place) for t, place in zip((x, w, grad), places, strict=True)]
+    for found, expected in zip(jax.jit(run)(*sharded), jax.jit(run)(x, w, grad), strict=True):
+        assert relative_error(found, expected) < (1e-2 if precision == "bfloat16" else 1e-5)
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_inside_a_shard_map_the_gradient_of_a_shared_weight_is_summed(precision):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, w, _ = operands(8, 40)
+    loss = lambda w, x: (linear(x, w, precision=precision) ** 2).sum()
+
+    def local(w, x):
+        return jax.lax.psum(loss(w, x), "data"), jax.grad(loss)(w, x)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=(jax.P(), jax.P())
+    )
+    total, grad = jax.jit(run)(w, x)
+    assert relative_error(total, loss(w, x)) < 1e-4
+    assert relative_error(grad, jax.grad(loss)(w, x)) < RELATIVE_ERROR[precision]
+
+
+@pytest.mark.multidevice
+def test_inside_a_shard_map_the_hopper_kernels_lower_on_the_shards():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, w, _ = operands(1024, 256, n=128, dtype=jnp.bfloat16)
+    loss = lambda w, x: (linear(x, w, precision="fp8") ** 2).sum()
+    run = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P()
+    )
+    with hardware.target("NVIDIA H200"):
+        lowered = jax.jit(run).trace(w, x).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2(") == 2
