@@ -2,18 +2,23 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all"
 _LINE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KINDS})(?:-start)?\((?P<rest>.*)$")
-# The four ways the compiler writes who talks to whom: lists, a reshaped range, mesh axes, pairs.
+# The ways the compiler writes who talks to whom: lists, a reshaped range, mesh axes (or a factor of
+# one: 'a':(2)4 is 4 of what is left of axis a after its first 2), pairs, and nothing for everyone.
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+_MESH_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{\d+,\d+\}(?:,\{\d+,\d+\})*)\}")
+_EVERYONE = re.compile(r"replica_groups=\{\}")
+_DEVICES = re.compile(r"^HloModule .*?num_partitions=(\d+)", re.MULTILINE)
 
 type Groups = tuple[tuple[int, ...], ...]
 
@@ -39,12 +44,20 @@ class Collective:
 
 
 def collectives(program_text: str) -> Iterator[Collective]:
-    """Yield every collective in the text of a compiled program (`compiled.as_text()`)."""
+    """Yield every collective in the text of a compiled program (`compiled.as_text()`).
+
+    Raises:
+        ValueError: if a collective does not say who takes part in a way that is known here; it
+            must not pass for one that crosses nothing.
+    """
+    header = _DEVICES.search(program_text)
+    num_devices = int(header[1]) if header else 1
     for line in program_text.splitlines():
         found = _LINE.search(line)
         if found:
             kind = found["kind"].replace("collective-", "").replace("-", "_")
-            yield Collective(kind, found["shape"].strip(), _groups(found["rest"]))
+            groups = _groups(found["rest"], num_devices)
+            yield Collective(kind, found["shape"].strip(), groups)
 
 
 def axes_crossed(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -63,28 +76,34 @@ def axes_crossed(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple
     return tuple(n for n in names if n in crossed)
 
 
-def _groups(attributes: str) -> Groups:
+def _groups(attributes: str, num_devices: int) -> Groups:
     if found := _LISTED.search(attributes) or _PAIRS.search(attributes):
         return tuple(_numbers(g) for g in found[1].strip("{}").split("},{"))
     if found := _IOTA.search(attributes):
         order = np.arange(math.prod(_numbers(found[3]))).reshape(_numbers(found[3]))
         if found[4]:
             order = order.transpose(_numbers(found[4]))
-        return _rows(order.reshape(int(found[1]), int(found[2])))
+        return tuple(tuple(row) for row in order.reshape(int(found[1]), int(found[2])).tolist())
     if found := _MESH.search(attributes):
-        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        inside = re.findall(r"'(\w+)'", found[2])
-        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        axes = [list(sizes).index(name) for name in inside]
-        outer = [i for i in range(len(sizes)) if i not in axes]
-        members = math.prod(sizes[name] for name in inside)
-        return _rows(grid.transpose(*outer, *axes).reshape(-1, members))
-    return ()
+        axes = {name: int(size) for name, size in _MESH_AXIS.findall(found[1])}
+        return _mesh_groups(axes, _MESH_PART.findall(found[2]))
+    if _EVERYONE.search(attributes):
+        return (tuple(range(num_devices)),)
+    raise ValueError(f"no known replica_groups or source_target_pairs in: {attributes[:200]}")
+
+
+def _mesh_groups(axes: Mapping[str, int], inside: Iterable[tuple[str, str, str]]) -> Groups:
+    """Return the devices that differ only along `inside`: (axis, factor before, size) each."""
+    names, sizes = list(axes), tuple(axes.values())
+    places = np.array(np.unravel_index(np.arange(math.prod(sizes)), sizes))
+    outside = places.copy()
+    for name, before, size in inside:
+        row, part = names.index(name), int(size or axes[name])
+        step = axes[name] // (int(before or 1) * part)
+        outside[row] -= places[row] // step % part * step
+    group_of = np.ravel_multi_index(tuple(outside), sizes)
+    return tuple(tuple(np.flatnonzero(group_of == g).tolist()) for g in np.unique(group_of))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
-
-
-def _rows(grid: np.ndarray) -> Groups:
-    return tuple(tuple(int(i) for i in row) for row in grid)

@@ -78,9 +78,15 @@ class Frame:
         """Return the model with these arrays; together they cover every path exactly once.
 
         Raises:
-            KeyError: if a path is missing; the message names it.
+            KeyError: if a path is missing or is not the model's; the message names it.
         """
         merged = {path: a for group in arrays for path, a in group.items()}
+        wanted = {dotted(path) for path in self._variables}
+        if merged.keys() != wanted:
+            raise KeyError(
+                f"these arrays are not this model's: missing {sorted(wanted - merged.keys())}, "
+                f"unknown {sorted(merged.keys() - wanted)}"
+            )
         flat = [(p, v.replace(merged[dotted(p)])) for p, v in self._variables.items()]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxfound.config.model import ModelConfig
@@ -33,9 +34,7 @@ class Cache(NamedTuple):
     layers: LayerCache
 
 
-def empty_cache(
-    cfg: ModelConfig, *, batch: int, num_slots: int, dtype: jnp.dtype
-) -> Cache:
+def empty_cache(cfg: ModelConfig, *, batch: int, num_slots: int, dtype: DTypeLike) -> Cache:
     """Return a cache of zeros with room for `num_slots` tokens in each of `batch` rows."""
 
     def stack(num_layers: int) -> LayerCache:

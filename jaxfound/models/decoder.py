@@ -1,6 +1,5 @@
 """The decoder: embedding, a leading dense stack, the main stack, head, extra predictions."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -105,8 +104,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T V"], Cache]:
         """Append tokens at `positions` to the cache; return their logits and the new cache.
 
-        Prefill is this with a whole prompt, decoding with one token. Slots of later positions are
-        never read, so a padded prompt's tail is overwritten by what follows it.
+        Prefill is this with a whole prompt, decoding with one token. Slots of later positions
+        weigh nothing, so a padded prompt's tail is overwritten by what follows it; pad with any
+        id of the vocabulary, since an id outside it is NaN and makes its whole row NaN.
         """
         row = BlockInput(cached_view(positions, slots_of(cache)), jnp.ones(tokens.shape, bool))
         x, leading = self.embedding(tokens), cache.leading
@@ -143,7 +143,10 @@ def walk(
     def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
         return block(x, row)
 
-    return scan_layers(rematerialize(one, execution.remat), x, blocks, execution=execution)
+    num_layers = jax.tree.leaves(blocks)[0].shape[0]
+    unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
+    layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers)
+    return jax.lax.scan(layer, x, blocks, unroll=unroll)
 
 
 def walk_cached(
@@ -156,16 +159,3 @@ def walk_cached(
         return block.extend(x, slots, row)
 
     return jax.lax.scan(one, x, (blocks, cache))
-
-
-def scan_layers[S](
-    one: Callable[[jax.Array, Block], tuple[jax.Array, S]],
-    x: jax.Array,
-    blocks: Block,
-    *,
-    execution: Execution,
-) -> tuple[jax.Array, S]:
-    """Scan `one` over the stacked layers of `blocks`."""
-    num_layers = jax.tree.leaves(blocks)[0].shape[0]
-    unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
-    return jax.lax.scan(one, x, blocks, unroll=unroll)

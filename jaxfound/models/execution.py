@@ -6,10 +6,11 @@ from fnmatch import fnmatchcase
 import jax.numpy as jnp
 
 from jaxfound.config.precision import Format, PrecisionConfig
-from jaxfound.parallelism.axes import ShardingRules
+from jaxfound.parallelism.axes import TABLE_RULES, ShardingRules
 from jaxfound.parallelism.plan import ParallelPlan
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+FLOAT32 = PrecisionConfig(compute="float32")
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Execution:
         remat: name of a recomputation policy (parallelism/remat.py).
     """
 
-    precision: PrecisionConfig = PrecisionConfig(compute="float32")
-    rules: ShardingRules = ShardingRules()
+    precision: PrecisionConfig = FLOAT32
+    rules: ShardingRules = TABLE_RULES
     layers_per_scan_step: int = 1
     remat: str = "none"
 
@@ -39,6 +40,9 @@ class Execution:
             if fnmatchcase(path, rule.pattern):
                 return rule.format
         return self.precision.compute
+
+
+ONE_DEVICE = Execution()
 
 
 def execution_of(plan: ParallelPlan, precision: PrecisionConfig) -> Execution:

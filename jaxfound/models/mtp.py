@@ -13,6 +13,7 @@ from jaxfound.models.execution import Execution
 from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
+from jaxfound.parallelism.remat import rematerialize
 
 
 class Ahead(NamedTuple):
@@ -64,12 +65,16 @@ class MtpModule(nnx.Module):
         )
         self.block = Block(cfg, cfg.ffn, rngs=rngs, execution=execution, path=f"{path}.block")
         self.final_norm = RMSNorm(cfg.embed_dim, eps=cfg.norm_eps)
-        self.rules = execution.rules
+        self.execution = execution
 
     def __call__(
         self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
         """Return the hidden state for the next depth (before `final_norm`) and the expert load."""
         joined = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
-        x = self.rules.constrain(self.join(joined), "batch", "seq", "embed")
-        return self.block(x, row)
+        x = self.execution.rules.constrain(self.join(joined), "batch", "seq", "embed")
+
+        def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
+            return block(x, row)
+
+        return rematerialize(one, self.execution.remat, in_loop=False)(x, self.block)

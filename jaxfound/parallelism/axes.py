@@ -41,6 +41,10 @@ class ShardingRules:
 
     unsplit: tuple[str, ...] = ()
 
+    def param_axes(self, dim: str | None) -> tuple[AxisName, ...]:
+        """Return the mesh axes that split this dim of a stored parameter."""
+        return self._axes(dim, PARAM_AXES)
+
     def param_spec(self, dims: Sequence[str | None]) -> PartitionSpec:
         """Return how a parameter with these dims is stored on the mesh."""
         return self._spec(dims, PARAM_AXES)
@@ -66,13 +70,13 @@ class ShardingRules:
         """
         return _pin(w, self.gathered_spec(dims))
 
-    def on_each_device[*In](
+    def on_each_device[*In, Out](
         self,
-        fn: Callable[[*In], jax.Array | tuple[jax.Array, ...]],
+        fn: Callable[[*In], Out],
         *,
         takes: Sequence[PartitionSpec],
         gives: PartitionSpec | tuple[PartitionSpec, ...],
-    ) -> Callable[[*In], jax.Array | tuple[jax.Array, ...]]:
+    ) -> Callable[[*In], Out]:
         """Return `fn` run by each device on its own shards, when the mesh has more than one.
 
         Sorts and top-k are whole-array operations to the partitioner: left to it, every token
@@ -101,8 +105,16 @@ class ShardingRules:
     def _spec(
         self, dims: Sequence[str | None], table: Mapping[str, tuple[AxisName, ...]]
     ) -> PartitionSpec:
-        entries = [() if d in self.unsplit else table.get(d or "", ()) for d in dims]
+        entries = [self._axes(d, table) for d in dims]
         return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in entries))
+
+    def _axes(
+        self, dim: str | None, table: Mapping[str, tuple[AxisName, ...]]
+    ) -> tuple[AxisName, ...]:
+        return () if dim is None or dim in self.unsplit else table.get(dim, ())
+
+
+TABLE_RULES = ShardingRules()
 
 
 def sum_over(x: jax.Array, axis: AxisName) -> jax.Array:

@@ -10,7 +10,11 @@ from jaxfound.config.parallel import AXES
 from jaxfound.parallelism.plan import ParallelPlan, PlanError
 
 
-def build_mesh(plan: ParallelPlan, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build_mesh(
+    plan: ParallelPlan,
+    *,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """Lay the plan's six axes over the devices; the last axis runs over neighbours.
 
     Args:

@@ -1,14 +1,14 @@
 """What was decided: degrees of the mesh axes, checked against the model before any compile."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.config.run import RunConfig, divisors
-from jaxfound.parallelism.axes import BATCH_AXES, PARAM_AXES, ShardingRules
+from jaxfound.parallelism.axes import BATCH_AXES, TABLE_RULES, ShardingRules
 
 # Axes whose collectives this version writes; the others are refused above degree 1.
 SPLITTABLE: tuple[AxisName, ...] = ("data", "fsdp", "tensor")
@@ -51,7 +51,7 @@ class ParallelPlan:
     """
 
     degrees: tuple[int, ...]
-    rules: ShardingRules = ShardingRules()
+    rules: ShardingRules = TABLE_RULES
     num_microbatches: int = 1
     layers_per_scan_step: int = 1
     remat: str = "none"
@@ -74,9 +74,9 @@ class ParallelPlan:
         return self.degrees[AXES.index(axis)]
 
     def degrees_text(self) -> str:
-        """Return the axes above one as `data=4 × tensor=2`."""
+        """Return the axes above one as `data=4 x tensor=2`."""
         used = [f"{a}={n}" for a, n in zip(AXES, self.degrees, strict=True) if n > 1]
-        return " × ".join(used) or "one device"
+        return " x ".join(used) or "one device"
 
     def explain(self) -> str:
         """Return the decisions as text, one a line, the same for the same inputs."""
@@ -114,7 +114,9 @@ def make_plan(cfg: RunConfig, num_devices: int, *, params: ParamTable) -> Parall
         num_microbatches=cfg.parallel.num_microbatches,
         layers_per_scan_step=0 if step == "all" else step,
         remat=cfg.parallel.remat,
-        param_bytes=sum(bytes_on_one_device(s, degrees, rules=rules) for s in params),
+        param_bytes=sum(
+            bytes_on_one_device(s, degrees, rules=rules) for s in params if s.kind == "param"
+        ),
         notes=tuple(notes),
     )
 
@@ -130,7 +132,7 @@ def resolve_degrees(cfg: RunConfig, num_devices: int) -> dict[AxisName, int]:
                 f"Set parallel.{axis}=1"
             )
     others = math.prod(fixed.values())
-    product = " × ".join(f"{a}={n}" for a, n in fixed.items() if n > 1) or "1"
+    product = " x ".join(f"{a}={n}" for a, n in fixed.items() if n > 1) or "1"
     if asked.data == "auto" and num_devices % others:
         raise PlanError(
             f"{product} = {others} does not divide {num_devices} devices "
@@ -140,7 +142,7 @@ def resolve_degrees(cfg: RunConfig, num_devices: int) -> dict[AxisName, int]:
     data = num_devices // others if asked.data == "auto" else asked.data
     if data * others != num_devices:
         raise PlanError(
-            f"data={data} × {product} = {data * others}, but there are {num_devices} devices. "
+            f"data={data} x {product} = {data * others}, but there are {num_devices} devices. "
             f"Set parallel.data={max(num_devices // others, 1)}, or parallel.data=auto"
         )
     return {a: data if a == "data" else fixed[a] for a in AXES}
@@ -157,7 +159,7 @@ def choose_rules(
             "device holds and computes all keys and values"
         )
         return ShardingRules(unsplit=("kv_heads",)), [note]
-    return ShardingRules(), []
+    return TABLE_RULES, []
 
 
 def check_rows(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
@@ -166,7 +168,7 @@ def check_rows(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
     rows = cfg.train.batch_size // cfg.parallel.num_microbatches
     if rows % split == 0:
         return
-    axes = " × ".join(f"{a}={degrees[a]}" for a in BATCH_AXES if degrees[a] > 1)
+    axes = " x ".join(f"{a}={degrees[a]}" for a in BATCH_AXES if degrees[a] > 1)
     pieces = cfg.parallel.num_microbatches
     lower = max(rows // split, 1) * split * pieces
     upper = -(-rows // split) * split * pieces
@@ -183,12 +185,26 @@ def check_dims(
     """Refuse degrees that do not divide a dimension they split; all faults in one message."""
     faults: dict[tuple[str, int, AxisName], list[str]] = {}
     for spec in params:
-        for dim, size in zip(spec.dims, spec.shape, strict=True):
-            for axis in () if dim in rules.unsplit else PARAM_AXES.get(dim or "", ()):
-                if size % degrees[axis]:
-                    faults.setdefault((dim or "", size, axis), []).append(spec.path)
+        for dim, size, axis in splits(spec, rules=rules):
+            if size % degrees[axis]:
+                faults.setdefault((dim, size, axis), []).append(spec.path)
     if faults:
         raise PlanError("; ".join(_fault_text(k, v, degrees) for k, v in faults.items()))
+
+
+def splits(spec: ParamSpec, *, rules: ShardingRules) -> Iterator[tuple[str, int, AxisName]]:
+    """Yield every dim of a parameter that is split, its size, and the axis that splits it."""
+    for dim, size in zip(spec.dims, spec.shape, strict=True):
+        for axis in rules.param_axes(dim):
+            yield dim or "", size, axis
+
+
+def nearest_divisors(n: int, degree: int) -> list[int]:
+    """Return the divisors of `n` next to `degree`, below and above it."""
+    legal = divisors(n)
+    below = [d for d in legal if d <= degree][-1:]
+    above = [d for d in legal if d >= degree][:1]
+    return sorted({*below, *above})
 
 
 def _fault_text(
@@ -196,9 +212,11 @@ def _fault_text(
 ) -> str:
     dim, size, axis = fault
     where = paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    way_out = f", or a model.vocab_multiple that {axis} divides" if dim == "vocab" else ""
     return (
         f"{axis}={degrees[axis]} does not divide {dim}={size} of {where} "
-        f"({size} % {degrees[axis]} = {size % degrees[axis]}). Use {axis} in {divisors(size)}"
+        f"({size} % {degrees[axis]} = {size % degrees[axis]}). "
+        f"Nearest {axis}: {nearest_divisors(size, degrees[axis])}{way_out}"
     )
 
 
@@ -206,8 +224,4 @@ def bytes_on_one_device(
     spec: ParamSpec, degrees: Mapping[AxisName, int], *, rules: ShardingRules
 ) -> int:
     """Return the float32 bytes of one parameter's shard."""
-    cut = 1
-    for dim in spec.dims:
-        for axis in () if dim in rules.unsplit else PARAM_AXES.get(dim or "", ()):
-            cut *= degrees[axis]
-    return spec.size * 4 // cut
+    return spec.size * 4 // math.prod(degrees[axis] for *_, axis in splits(spec, rules=rules))

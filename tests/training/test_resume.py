@@ -81,8 +81,9 @@ def test_the_schedule_does_not_depend_on_accumulation_or_devices(
     cfg = tiny(tmp_path, f"data.prepared_dir={whole.data.prepared_dir}", *overrides)
     run(cfg, stop_after=7, num_devices=num_devices)
     resumed = run(cfg, num_devices=num_devices)
-    assert of_kind(resumed, "train", "learning_rate") == (
-        of_kind(events, "train", "learning_rate")[7:]
+    assert (
+        of_kind(resumed, "train", "learning_rate")
+        == (of_kind(events, "train", "learning_rate")[7:])
     )
 
 
@@ -133,9 +134,7 @@ def test_asking_for_fewer_steps_than_are_saved_is_refused(straight, tmp_path):
 def test_a_resume_that_would_change_the_data_or_the_model_is_refused(straight, override, named):
     cfg, _ = straight["dense"]
     folder = run_directory(cfg).path.parent.parent
-    changed = tiny(
-        folder, "name=dense", f"data.prepared_dir={cfg.data.prepared_dir}", override
-    )
+    changed = tiny(folder, "name=dense", f"data.prepared_dir={cfg.data.prepared_dir}", override)
     with pytest.raises(ConfigError, match=named):
         run(changed)
 

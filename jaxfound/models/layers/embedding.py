@@ -17,13 +17,17 @@ class Embedding(nnx.Module):
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution) -> None:
         dims = (("vocab", cfg.padded_vocab_size), ("embed", cfg.embed_dim))
         self.table = weight(rngs, dims, std=cfg.init_std)
+        self.vocab_size = cfg.vocab_size
         self.execution = execution
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return the rows of tokens [B T] as [B T D]; ids out of range give NaN, never a row."""
+        """Return the rows of tokens [B T] as [B T D]; ids outside the vocabulary give NaN."""
         run = self.execution
         table = run.rules.gather(self.table[...].astype(run.dtype), "vocab", "embed")
-        rows = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
+        # Past the table, because a negative index would count from its end.
+        known = (tokens >= 0) & (tokens < self.vocab_size)
+        rows_read = jnp.where(known, tokens, table.shape[0])
+        rows = jnp.take(table, rows_read, axis=0, mode="fill", fill_value=jnp.nan)
         return run.rules.constrain(rows, "batch", "seq", "embed")
 
 

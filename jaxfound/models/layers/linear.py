@@ -3,8 +3,10 @@
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxfound.config.precision import Format
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.parameter import Dims, names, weight
 from pallas_kernels.linear import linear
@@ -34,8 +36,10 @@ class Linear(nnx.Module):
         self.num_inputs = len(inputs)
         self.dims = names(inputs + outputs)
         self.rules = execution.rules
-        self.format = execution.format_of(path)
+        self.format: Format = execution.format_of(path)
         self.dtype = execution.dtype
+        # A float32 product in a bfloat16 model gets its weights unrounded.
+        self.weight_dtype = jnp.dtype("float32") if self.format == "float32" else execution.dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x [..., *inputs] times the kernel, [..., *outputs]."""
@@ -46,10 +50,8 @@ def apply_kernel(layer: Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Multiply by `kernel` in the layer's format, flattening the named dims into M K N."""
     n = layer.num_inputs
     # Cast before the gather: half the bytes cross the wire.
-    w = layer.rules.gather(kernel.astype(layer.dtype), *layer.dims)
+    w = layer.rules.gather(kernel.astype(layer.weight_dtype), *layer.dims)
     rows, outs = x.shape[: x.ndim - n], w.shape[n:]
     k = math.prod(w.shape[:n])
     y = linear(x.reshape(*rows, k), w.reshape(k, -1), precision=layer.format)
     return y.reshape(*rows, *outs).astype(layer.dtype)
-
-

@@ -49,7 +49,7 @@ class Experts(nnx.Module):
         wide = rules.gathered_spec(("experts", "embed", "ffn"))
         narrow = rules.gathered_spec(("experts", "ffn", "embed"))
         mix = rules.on_each_device(
-            lambda *args: sum_over(mix_experts(*args), "tensor"),
+            partial_mix,
             takes=(rows, rows, rows, wide, wide, narrow),
             gives=rows,
         )
@@ -83,6 +83,18 @@ class MixtureOfExperts(nnx.Module):
             mixed = mixed + self.shared(x)
         mixed = self.rules.constrain(mixed, "batch", "seq", "embed")
         return mixed, load_stats(routing, real=real, cfg=self.cfg)
+
+
+def partial_mix(
+    x: Float[Array, "B T D"],
+    experts: Int[Array, "B T A"],
+    weights: Float[Array, "B T A"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
+) -> Float[Array, "B T D"]:
+    """Return `mix_experts` of a device's tokens, its channels F summed with the other devices'."""
+    return sum_over(mix_experts(x, experts, weights, gate, up, down), "tensor")
 
 
 def mix_experts(

@@ -8,7 +8,10 @@ from jaxfound.models.layers.parameter import scale
 
 
 class RMSNorm(nnx.Module):
-    """Scales the last dim to unit mean square, then by a learned factor (Zhang & Sennrich, 2019)."""
+    """Scales the last dim to unit mean square, then by a learned factor.
+
+    Source: Zhang & Sennrich, 2019.
+    """
 
     def __init__(self, size: int, *, eps: float) -> None:
         self.scale = scale(((None, size),))

@@ -40,9 +40,7 @@ def magnitude(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotate(
-    x: jax.Array, angles: jax.Array, *, pairing: str, factor: float = 1.0
-) -> jax.Array:
+def rotate(x: jax.Array, angles: jax.Array, *, pairing: str, factor: float = 1.0) -> jax.Array:
     """Rotate every pair of the last dim of x [B T N H] by angles [B T H/2], in float32."""
     # float32: bfloat16 cannot tell position 257 from 256, and RoPE turns that into another angle.
     wide = x.astype(jnp.float32)

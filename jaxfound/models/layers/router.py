@@ -64,9 +64,7 @@ class Router(nnx.Module):
         return Routing(*choose(logits_BTE, self.bias[...]))
 
 
-def route(
-    logits: Float[Array, "B T E"], bias: Float[Array, " E"], *, cfg: MoeConfig
-) -> Routing:
+def route(logits: Float[Array, "B T E"], bias: Float[Array, " E"], *, cfg: MoeConfig) -> Routing:
     """Choose top_k experts a token by biased scores and weigh them by unbiased ones.
 
     Source: DeepSeek-V3, section 2.1.2; groups as in DeepSeek-V2, section 2.2.2.
@@ -94,9 +92,7 @@ def allowed_experts(biased: Float[Array, "B T E"], *, cfg: MoeConfig) -> Bool[Ar
     return jnp.repeat(in_kept_BTG, size, axis=-1)
 
 
-def load_stats(
-    routing: Routing, *, real: Bool[Array, "B T"], cfg: MoeConfig
-) -> LoadStats:
+def load_stats(routing: Routing, *, real: Bool[Array, "B T"], cfg: MoeConfig) -> LoadStats:
     """Return the balance loss and the expert counts over real tokens.
 
     The loss of one row is weight · Σ_e f_e P_e, with f_e the expert's share of the row's choices
