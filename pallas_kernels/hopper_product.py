@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels import mosaic
-from pallas_kernels.formats import BLOCK, round_up
+from pallas_kernels.formats import BLOCK
 from pallas_kernels.hardware import SM90_SCRATCH_BYTES
 
 # Shared memory for barriers, the reduction scratch and alignment of the buffers.
@@ -100,7 +100,8 @@ class Product:
     """Static sizes of one launch. Subclasses say how a step is copied and computed.
 
     Attributes:
-        num_columns: columns of the result, rounded up to what one copy may store.
+        m: rows of the result, like `num_columns` a number of whole patterns.
+        num_columns: columns of the result, rounded up to what copies may store.
         grouping: by "rows": each tile of rows has a group, which picks its B; -1 = no group, not
             written. By "inner": each group sums its own part of K into its own result.
         num_groups: groups of an "inner" product.
@@ -309,5 +310,5 @@ def _body(product: Product, names: tuple[str, ...], *refs: Any) -> None:
 
 
 def stored_columns(num_columns: int, dtype: jnp.dtype) -> int:
-    """Columns of a result whose rows one copy may store: a whole number of 16 bytes."""
-    return round_up(num_columns, mosaic.COPY_ALIGN_BYTES // dtype.itemsize)
+    """Columns of a result that copies may store: whole patterns of 128 bytes."""
+    return mosaic.whole_shape((1, num_columns), dtype)[1]

@@ -133,8 +133,8 @@ def block_scaled_product(
     out_dtype: jax.typing.DTypeLike,
     groups: Int[Array, " groups"] | None = None,
     grouping: Grouping = "none",
-) -> Float[Array, "m n_out"] | Float[Array, "g m n_out"]:
-    """Return A·Bᵀ with scales, `num_columns` wide, rounded up to what one copy may store.
+) -> Float[Array, "m_out n_out"] | Float[Array, "g m_out n_out"]:
+    """Return A·Bᵀ with scales, M and `num_columns` rounded up to what copies may store.
 
     Args:
         a: 8-bit elements; K a multiple of 128, not zero.
@@ -147,9 +147,11 @@ def block_scaled_product(
             written. By "inner": the first 128 of K of each group, and the end of the last.
     """
     dtype = jnp.dtype(out_dtype)
+    num_rows_of_b = b.shape[-2]
+    a, b = mosaic.whole_patterns(a), mosaic.whole_patterns(b)
     product = ScaledProduct(
         m=a.shape[0],
-        n=b.shape[-2],
+        n=num_rows_of_b,
         k=a.shape[1],
         num_columns=stored_columns(num_columns, dtype),
         dtype=a.dtype,

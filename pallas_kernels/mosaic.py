@@ -5,6 +5,7 @@ ring of shared-memory stages between one copying warpgroup and the computing one
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as mosaic_gpu_api
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Shaped
 
+from pallas_kernels.formats import round_up
 from pallas_kernels.hardware import Hardware
 
 # The API exports more than its type stubs say.
@@ -32,14 +35,17 @@ WARPGROUP_ROWS = 64
 SWIZZLE_BYTES = 128
 # A copy engine row must start and end on this many bytes.
 COPY_ALIGN_BYTES = 16
+# Rows of the shared-memory pattern; a matrix that is higher must be cut into whole patterns.
+PATTERN_ROWS = 8
+# A stage into which the copy engine writes must start on this many bytes; the hardware faults
+# elsewhere, and neither the compiler nor the interpreter says so.
+STAGE_ALIGN_BYTES = 128
 
 Accumulator = plgpu.ACC
 Barrier = plgpu.Barrier
 arrive = plgpu.barrier_arrive
 broadcasted_iota = plgpu.broadcasted_iota
 commit = plgpu.commit_smem
-copy_in = plgpu.copy_gmem_to_smem
-copy_out = plgpu.copy_smem_to_gmem
 layout_cast = plgpu.layout_cast
 load = plgpu.load
 planar_snake = plgpu.planar_snake
@@ -61,13 +67,74 @@ def refuses(hardware: Hardware) -> str | None:
 
 
 def shared(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, matrix: bool = True) -> Any:
-    """Shared memory of `shape`; a `matrix` is laid out as wgmma reads it."""
+    """Shared memory of `shape`; a `matrix` is laid out as wgmma reads it.
+
+    Raises:
+        ValueError: if the parts along the first dim are stages that no copy may start on.
+    """
+    stage_bytes = math.prod(shape[1:]) * jnp.dtype(dtype).itemsize
+    if len(shape) > 1 and stage_bytes % STAGE_ALIGN_BYTES:
+        raise ValueError(
+            f"stages of shared memory {shape} are {stage_bytes} bytes long; copies start at "
+            f"multiples of {STAGE_ALIGN_BYTES}. Round the last dim up."
+        )
     if not matrix:
         return plgpu.SMEM(shape, dtype)
     columns = min(shape[-1], SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
     swizzle_bytes = columns * jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle_bytes))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def whole_patterns(x: Shaped[Array, "*stack m n"]) -> Shaped[Array, "*stack m_whole n_whole"]:
+    """`x` padded with zeros so that copies cut its matrices into whole patterns; often `x`."""
+    rows, columns = whole_shape((x.shape[-2], x.shape[-1]), x.dtype)
+    widths = [(0, 0, 0)] * (x.ndim - 2)
+    widths += [(0, rows - x.shape[-2], 0), (0, columns - x.shape[-1], 0)]
+    if not any(after for _, after, _ in widths):
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def whole_shape(shape: tuple[int, int], dtype: jax.typing.DTypeLike) -> tuple[int, int]:
+    """`shape` of a matrix rounded up to whole patterns of 8 rows of 128 bytes."""
+    rows, columns = shape
+    return (
+        round_up(rows, PATTERN_ROWS),
+        round_up(columns, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize),
+    )
+
+
+def copy_in(source: Any, stage: Any, barrier: Any, **options: Any) -> None:
+    """Start the copy of a part of device memory into shared memory; `barrier` then completes."""
+    _check_copy(source, stage)
+    plgpu.copy_gmem_to_smem(source, stage, barrier, **options)
+
+
+def copy_out(stage: Any, target: Any) -> None:
+    """Start the copy of shared memory into a part of device memory."""
+    _check_copy(target, stage)
+    plgpu.copy_smem_to_gmem(stage, target)
+
+
+def _check_copy(part: Any, stage: Any) -> None:
+    """Raise ValueError if the whole array behind `part` has rows that copies cannot cut.
+
+    The interpreter copies any shape, so this is what makes a test on a CPU say what a GPU would.
+    """
+    array = part.ref if hasattr(part, "ref") else part
+    row_bytes = array.shape[-1] * jnp.dtype(array.dtype).itemsize
+    num_rows = array.shape[-2] if array.ndim > 1 else 1
+    if array.ndim > 1 and row_bytes % COPY_ALIGN_BYTES:
+        raise ValueError(
+            f"rows of {array.shape} {array.dtype} are {row_bytes} bytes long; a copy needs a "
+            f"multiple of {COPY_ALIGN_BYTES}. Pad the last dim."
+        )
+    if len(stage.shape) > 1 and num_rows > PATTERN_ROWS and num_rows % PATTERN_ROWS:
+        raise ValueError(
+            f"{array.shape} {array.dtype} has {num_rows} rows; a copy in patterns needs a "
+            f"multiple of {PATTERN_ROWS}. Pad it with mosaic.whole_patterns."
+        )
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:

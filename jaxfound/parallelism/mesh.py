@@ -8,13 +8,10 @@ from jax.sharding import AxisType, Mesh
 
 from jaxfound.config.parallel import AXES
 from jaxfound.parallelism.plan import ParallelPlan, PlanError
+from jaxfound.resources.topology import Device
 
 
-def build_mesh(
-    plan: ParallelPlan,
-    *,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
-) -> Mesh:
+def build_mesh(plan: ParallelPlan, *, devices: Sequence[Device] | None = None) -> Mesh:
     """Lay the plan's six axes over the devices; the last axis runs over neighbours.
 
     Args:

@@ -3,8 +3,15 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
+
+if TYPE_CHECKING:
+    # jax.Device is this class under a name that type checkers take for a variable.
+    from jaxlib._jax import Device
+else:
+    Device = jax.Device
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.signals import GracefulStop
+from jaxfound.resources.topology import Device
 from jaxfound.training.batches import local_rows, to_devices
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
@@ -78,7 +79,7 @@ def run_directory(cfg: RunConfig) -> RunDirectory:
     return RunDirectory(Path(cfg.runs_dir) / cfg.name)
 
 
-def start(cfg: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> Run:
+def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
     """Check everything that can be known before the first compile.
 
     Args:
@@ -116,7 +117,7 @@ def start(cfg: RunConfig, *, devices: Sequence[jax.Device] | None = None) -> Run
 
 
 def train(
-    cfg: RunConfig, *, stop: Stop | None = None, devices: Sequence[jax.Device] | None = None
+    cfg: RunConfig, *, stop: Stop | None = None, devices: Sequence[Device] | None = None
 ) -> Iterator[Event]:
     """Train as `cfg` says, from the newest checkpoint of its run if there is one.
 

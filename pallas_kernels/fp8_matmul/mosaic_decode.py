@@ -60,11 +60,16 @@ class _Refs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Decode:
-    """Static sizes of one launch; its methods are the halves of the kernel's body."""
+    """Static sizes of one launch; its methods are the halves of the kernel's body.
+
+    Attributes:
+        num_columns: weight rows whose products are stored, a multiple of 64.
+    """
 
     m: int
     n: int
     k: int
+    num_columns: int
     tile: DecodeTile
     out_dtype: jnp.dtype
 
@@ -81,12 +86,17 @@ class _Decode:
         return self.k // BLOCK
 
     @property
+    def scale_columns(self) -> int:
+        """Scales of one stage, rounded up so that the next stage starts where a copy may."""
+        return round_up(self.m, mosaic.STAGE_ALIGN_BYTES // 4)
+
+    @property
     def num_splits(self) -> int:
         return min(self.tile.num_splits, self.num_steps)
 
     @property
     def num_stages(self) -> int:
-        stage_bytes = (self.m + self.tile.weight_rows) * BLOCK + 4 * self.m
+        stage_bytes = (self.m + self.tile.weight_rows) * BLOCK + 4 * self.scale_columns
         out_bytes = self.tile.weight_rows * self.m * 4
         fitting = (SM90_SCRATCH_BYTES - RESERVED_BYTES - out_bytes) // stage_bytes
         return min(self.tile.num_stages, pl.cdiv(self.num_steps, self.num_splits), fitting)
@@ -115,7 +125,8 @@ class _Decode:
             inner = pl.ds((first + index) * BLOCK, BLOCK)
             mosaic.copy_in(refs.b.at[weights, inner], refs.b_stages.at[slot], full)
             mosaic.copy_in(refs.a.at[:, inner], refs.a_stages.at[slot], full)
-            mosaic.copy_in(refs.a_scales.at[first + index], refs.a_scale_stages.at[slot], full)
+            scales = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
+            mosaic.copy_in(refs.a_scales.at[first + index], scales, full)
 
         lax.fori_loop(0, count, step, None)
         ring.drain(count)
@@ -137,7 +148,8 @@ class _Decode:
             next_scale = refs.b_scales[weight_block, following]
             ring.wait_full(index)
             slot = ring.slot(index)
-            token_scales = mosaic.load(refs.a_scale_stages.at[slot], layout=mosaic.PER_COLUMN)
+            stage = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
+            token_scales = mosaic.load(stage, layout=mosaic.PER_COLUMN)
             part = mosaic.multiply(
                 shape,
                 lambda acc: mosaic.wgmma(
@@ -153,19 +165,27 @@ class _Decode:
         self.store(refs, total, warpgroup)
 
     def store(self, refs: _Refs, total: jax.Array, warpgroup: Any) -> None:
-        """Store the sums: transposed into the result, or as this split's partial sums."""
+        """Store the sums: transposed into the result, or as this split's partial sums.
+
+        A warpgroup whose weights all lie behind the last column has nothing to store.
+        """
         row = lax.axis_index("stripe") * self.tile.weight_rows + warpgroup * mosaic.WARPGROUP_ROWS
         weights = pl.ds(row, mosaic.WARPGROUP_ROWS)
         buffer = refs.out_stages.at[warpgroup]
-        if self.direct:
-            transposed = buffer.T
-            transposed[...] = mosaic.layout_cast(total.astype(refs.out.dtype), mosaic.ACCUMULATOR)
-            mosaic.commit()
-            mosaic.copy_out(buffer, refs.out.at[:, weights])
-        else:
-            buffer[...] = total
-            mosaic.commit()
-            mosaic.copy_out(buffer, refs.out.at[lax.axis_index("split"), weights])
+
+        @pl.when(row < self.num_columns)
+        def _() -> None:
+            if self.direct:
+                transposed = buffer.T
+                rounded = total.astype(refs.out.dtype)
+                transposed[...] = mosaic.layout_cast(rounded, mosaic.ACCUMULATOR)
+                mosaic.commit()
+                mosaic.copy_out(buffer, refs.out.at[:, weights])
+            else:
+                buffer[...] = total
+                mosaic.commit()
+                mosaic.copy_out(buffer, refs.out.at[lax.axis_index("split"), weights])
+
         mosaic.wait_copy_out(0)
 
 
@@ -192,7 +212,7 @@ def decode_product(
     tile: DecodeTile,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "m n_out"]:
-    """Return A·Bᵀ with scales, `num_columns` wide, rounded up to what one copy may store.
+    """Return A·Bᵀ with scales, `num_columns` wide, rounded up to whole warpgroups of weights.
 
     Args:
         a: 8-bit elements; M a multiple of 8, at most 128; K a multiple of 128, not zero.
@@ -201,10 +221,17 @@ def decode_product(
         b_scales: of squares 128x128.
     """
     wanted = jnp.dtype(out_dtype)
-    decode = _Decode(m=a.shape[0], n=b.shape[0], k=a.shape[1], tile=tile, out_dtype=wanted)
-    dtype = wanted if decode.direct else jnp.dtype(jnp.float32)
-    columns = round_up(num_columns, mosaic.COPY_ALIGN_BYTES // dtype.itemsize)
     rows = mosaic.WARPGROUP_ROWS
+    columns = round_up(num_columns, rows)
+    decode = _Decode(
+        m=a.shape[0],
+        n=b.shape[0],
+        k=a.shape[1],
+        num_columns=columns,
+        tile=tile,
+        out_dtype=wanted,
+    )
+    dtype = wanted if decode.direct else jnp.dtype(jnp.float32)
     stage = (
         (tile.num_groups, decode.m, rows) if decode.direct else (tile.num_groups, rows, decode.m)
     )
@@ -215,7 +242,7 @@ def decode_product(
         scratch_types=(
             mosaic.shared((decode.num_stages, decode.m, BLOCK), a.dtype),
             mosaic.shared((decode.num_stages, tile.weight_rows, BLOCK), b.dtype),
-            mosaic.shared((decode.num_stages, decode.m), jnp.float32, matrix=False),
+            mosaic.shared((decode.num_stages, decode.scale_columns), jnp.float32, matrix=False),
             mosaic.shared(stage, dtype, matrix=False),
             mosaic.Barrier(num_arrivals=3, num_barriers=decode.num_stages),
             mosaic.Barrier(num_arrivals=tile.num_groups, num_barriers=decode.num_stages),

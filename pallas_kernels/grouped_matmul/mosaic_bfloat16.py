@@ -95,15 +95,15 @@ def grouped_product(
     num_cores: int,
     out_dtype: jax.typing.DTypeLike,
     tile: Tile = TILE,
-) -> Float[Array, "*out m n"]:
-    """Return the grouped product; columns rounded up to what one copy may store.
+) -> Float[Array, "*out m_out n_out"]:
+    """Return the grouped product, its rows and columns rounded up to what copies may store.
 
     Args:
         a: by "rows" [M, K]; by "inner" [K, M], whose rows are what is summed.
         b: by "rows" one [K, N] a group, or [N, K] without `b_inner_first`; by "inner" [K, N].
-            The last dim of both operands is a multiple of 8 (16-byte copies).
         groups: as in `hopper_product.Product`.
     """
+    a, b = mosaic.whole_patterns(a), mosaic.whole_patterns(b)
     inner = grouping == "inner"
     dtype = jnp.dtype(out_dtype)
     columns = b.shape[-1] if b_inner_first else b.shape[-2]

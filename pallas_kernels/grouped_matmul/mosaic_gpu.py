@@ -16,9 +16,6 @@ from pallas_kernels.hopper_scaled import block_scaled_product
 
 Operand = Array | Quantized
 
-# 16-bit columns in one copy of 16 bytes.
-COPY_COLUMNS = 8
-
 # Groups start at multiples of 128 rows, so a tile must be 128 rows high.
 TILE = Tile(num_groups=2, columns=192, num_stages=5, snake=4)
 
@@ -127,8 +124,8 @@ def _scaled_inner(
     out = block_scaled_product(
         a,
         b,
-        a_scales=_pad_last(a_scales.T, 4),
-        b_scales=_pad_last(b_scales.T, 4),
+        a_scales=_whole_copies(a_scales.T),
+        b_scales=_whole_copies(b_scales.T),
         b_scales_by_row=True,
         num_columns=case.n,
         tile=TILE,
@@ -144,7 +141,6 @@ def _plain_rows(
     a: Array, b: Array, tile_groups: Array, *, case: GroupedCase, transposed: bool
 ) -> Array:
     num_columns = b.shape[-2] if transposed else b.shape[-1]
-    a, b = _pad_last(a, COPY_COLUMNS), _pad_last(b, COPY_COLUMNS)
     out = mosaic_bfloat16.grouped_product(
         a,
         b,
@@ -161,8 +157,8 @@ def _plain_rows(
 def _plain_inner(a: Array, b: Array, bounds: Array, *, case: GroupedCase) -> Array:
     rows, columns = a.shape[-1], b.shape[-1]
     out = mosaic_bfloat16.grouped_product(
-        _pad_last(a, COPY_COLUMNS),
-        _pad_last(b, COPY_COLUMNS),
+        a,
+        b,
         groups=bounds,
         grouping="inner",
         b_inner_first=True,
@@ -173,9 +169,7 @@ def _plain_inner(a: Array, b: Array, bounds: Array, *, case: GroupedCase) -> Arr
     return out[:, :rows, :columns]
 
 
-def _pad_last(x: Array, multiple: int) -> Array:
-    """`x` with its last dim rounded up, so that its rows are whole copies of 16 bytes."""
-    missing = round_up(x.shape[-1], multiple) - x.shape[-1]
-    if not missing:
-        return x
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, missing, 0)])
+def _whole_copies(scales: Array) -> Array:
+    """Scales K first, each K's row of scales a whole number of 16 bytes."""
+    missing = round_up(scales.shape[1], 4) - scales.shape[1]
+    return lax.pad(scales, jnp.float32(0), [(0, 0, 0), (0, missing, 0)]) if missing else scales

@@ -39,7 +39,7 @@ def persistent(a, b, *, tile, out_dtype="bfloat16"):
         tile=tile,
         num_cores=4,
         out_dtype=out_dtype,
-    )[:, : b.rows]
+    )[: a.rows, : b.rows]
 
 
 def check(out, a, b, *, out_dtype="bfloat16"):
