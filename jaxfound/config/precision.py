@@ -8,9 +8,13 @@ Format = Literal["float32", "bfloat16", "fp8"]
 
 
 class PrecisionRule(Section):
-    """Operations whose path matches `pattern` compute in `format`."""
+    """Linear operations whose path matches `pattern` compute in `format`.
 
-    pattern: str = key(..., "shell pattern on the parameter path, e.g. layers.mlp.*", min_length=1)
+    A path is a parameter path without `.kernel`; `jaxfound model PRESET --params` lists them.
+    Embedding, head, router, experts and norms have formats of their own.
+    """
+
+    pattern: str = key(..., "shell pattern on an operation, e.g. layers.mixer.*", min_length=1)
     format: Format = key(..., "format of the matmul's operands")
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.cache import LayerCache
 from jaxfound.models.execution import Execution
-from jaxfound.models.layers.attention import GroupedQueryAttention, View
+from jaxfound.models.layers.attention import CachedView, GroupedQueryAttention, View
 from jaxfound.models.layers.mla import LatentAttention
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.moe import MixtureOfExperts
@@ -26,7 +26,7 @@ class BlockInput(NamedTuple):
         real: False for padding [B T].
     """
 
-    view: View
+    view: View | CachedView
     real: Bool[Array, "B T"]
 
 

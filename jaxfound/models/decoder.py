@@ -12,7 +12,7 @@ from jaxfound.config.model import ModelConfig
 from jaxfound.models.block import Block, BlockInput
 from jaxfound.models.cache import Cache, LayerCache, slots_of
 from jaxfound.models.execution import Execution
-from jaxfound.models.layers.attention import cached_view, packed_view
+from jaxfound.models.layers.attention import View, cached_view
 from jaxfound.models.layers.embedding import Embedding, Head, logits_of
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
@@ -83,9 +83,8 @@ class Decoder(nnx.Module):
         """Return what the layers share of these rows, with the defaults filled in."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        if segment_ids is None:
-            segment_ids = jnp.ones_like(tokens)
-        return BlockInput(packed_view(positions, segment_ids), segment_ids > 0)
+        real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
+        return BlockInput(View(positions, segment_ids), real)
 
     def hidden(self, tokens: Int[Array, "B T"], row: BlockInput) -> Hidden:
         """Return the decoder's output before the head."""

@@ -5,12 +5,17 @@ from fnmatch import fnmatchcase
 
 import jax.numpy as jnp
 
+from jaxfound.config.params import ParamTable
 from jaxfound.config.precision import Format, PrecisionConfig
+from jaxfound.config.schema import ConfigError
 from jaxfound.parallelism.axes import TABLE_RULES, ShardingRules
 from jaxfound.parallelism.plan import ParallelPlan
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FLOAT32 = PrecisionConfig(compute="float32")
+KERNEL = ".kernel"
+# Kernels that always compute in their own format, whatever the rules say.
+OWN_FORMAT = frozenset({"head", "router"})
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,22 @@ class Execution:
 
 
 ONE_DEVICE = Execution()
+
+
+def check_precision(precision: PrecisionConfig, table: ParamTable) -> None:
+    """Refuse a precision rule that no linear operation of the model matches.
+
+    Raises:
+        ConfigError: names the pattern and what there is to match.
+    """
+    paths = [s.path.removesuffix(KERNEL) for s in table if s.path.endswith(KERNEL)]
+    linear = [p for p in paths if p.rpartition(".")[2] not in OWN_FORMAT]
+    for rule in precision.rules:
+        if not any(fnmatchcase(path, rule.pattern) for path in linear):
+            raise ConfigError(
+                f"precision.rules: pattern {rule.pattern!r} matches no linear operation of this "
+                f"model, so {rule.format} would be used nowhere. There are: {', '.join(linear)}"
+            )
 
 
 def execution_of(plan: ParallelPlan, precision: PrecisionConfig) -> Execution:

@@ -10,11 +10,13 @@ from jaxfound.config.parallel import AxisName
 
 BATCH_AXES: tuple[AxisName, ...] = ("data", "fsdp", "expert")
 
-# A dim that is not a key here is never split. `embed` of a parameter is where fsdp cuts it.
+# A dim that is not a key here is never split. fsdp cuts a parameter along `embed`, or along the
+# latent rank where there is no `embed`: an axis cuts the first dim that asks for it, once.
 PARAM_AXES: Mapping[str, tuple[AxisName, ...]] = {
     "layers": ("pipeline",),
     "experts": ("expert",),
     "embed": ("fsdp",),
+    "latent": ("fsdp",),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -41,9 +43,9 @@ class ShardingRules:
 
     unsplit: tuple[str, ...] = ()
 
-    def param_axes(self, dim: str | None) -> tuple[AxisName, ...]:
-        """Return the mesh axes that split this dim of a stored parameter."""
-        return self._axes(dim, PARAM_AXES)
+    def param_axes(self, dims: Sequence[str | None]) -> tuple[tuple[AxisName, ...], ...]:
+        """Return the mesh axes that split each dim of a stored parameter."""
+        return self._axes(dims, PARAM_AXES)
 
     def param_spec(self, dims: Sequence[str | None]) -> PartitionSpec:
         """Return how a parameter with these dims is stored on the mesh."""
@@ -105,13 +107,19 @@ class ShardingRules:
     def _spec(
         self, dims: Sequence[str | None], table: Mapping[str, tuple[AxisName, ...]]
     ) -> PartitionSpec:
-        entries = [self._axes(d, table) for d in dims]
+        entries = self._axes(dims, table)
         return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in entries))
 
     def _axes(
-        self, dim: str | None, table: Mapping[str, tuple[AxisName, ...]]
-    ) -> tuple[AxisName, ...]:
-        return () if dim is None or dim in self.unsplit else table.get(dim, ())
+        self, dims: Sequence[str | None], table: Mapping[str, tuple[AxisName, ...]]
+    ) -> tuple[tuple[AxisName, ...], ...]:
+        used: set[AxisName] = set()
+        found = []
+        for dim in dims:
+            asked = () if dim is None or dim in self.unsplit else table.get(dim, ())
+            found.append(tuple(axis for axis in asked if axis not in used))
+            used.update(found[-1])
+        return tuple(found)
 
 
 TABLE_RULES = ShardingRules()

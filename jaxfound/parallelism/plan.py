@@ -194,8 +194,9 @@ def check_dims(
 
 def splits(spec: ParamSpec, *, rules: ShardingRules) -> Iterator[tuple[str, int, AxisName]]:
     """Yield every dim of a parameter that is split, its size, and the axis that splits it."""
-    for dim, size in zip(spec.dims, spec.shape, strict=True):
-        for axis in rules.param_axes(dim):
+    cuts = rules.param_axes(spec.dims)
+    for dim, size, axes in zip(spec.dims, spec.shape, cuts, strict=True):
+        for axis in axes:
             yield dim or "", size, axis
 
 

@@ -18,7 +18,7 @@ from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.config.schema import ConfigError
 from jaxfound.data import BinLoader, Prepared, load_tokenizer, prepare
-from jaxfound.models import describe, execution_of
+from jaxfound.models import check_precision, describe, execution_of
 from jaxfound.models.build import Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.checkpoint import CheckpointManager
@@ -92,6 +92,7 @@ def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
     directory = run_directory(cfg)
     table = describe(cfg.model)
     devices = jax.devices() if devices is None else devices
+    check_precision(cfg.precision, table)
     plan = make_plan(cfg, len(devices), params=table)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from jaxfound.config.precision import PrecisionConfig, PrecisionRule
-from jaxfound.models import Execution
+from jaxfound.config.schema import ConfigError
+from jaxfound.models import Execution, check_precision, describe
 from jaxfound.models.build import Frame
 from jaxfound.models.layers.linear import Linear
 from tests.models.tiny import forward, model_config, tokens_of, weights_of
@@ -71,3 +72,16 @@ def test_a_bfloat16_model_is_near_the_float32_one_and_gives_float32_logits(name)
     assert near.dtype == exact.dtype == jnp.float32
     error = np.linalg.norm((near - exact)[..., :61]) / np.linalg.norm(exact[..., :61])
     assert 0 < error < 0.05
+
+
+def test_a_rule_that_matches_nothing_is_refused_with_what_there_is():
+    table = describe(model_config("mla"))
+    check_precision(rules_of("layers.mixer.*"), table)
+    with pytest.raises(ConfigError, match=r"'layers.mixr.\*' matches no .* layers.mixer.out"):
+        check_precision(rules_of("layers.mixr.*"), table)
+    with pytest.raises(ConfigError, match="matches no linear operation"):
+        check_precision(rules_of("layers.ffn.router"), table)
+
+
+def rules_of(pattern):
+    return PrecisionConfig(rules=(PrecisionRule(pattern=pattern, format="float32"),))

@@ -54,7 +54,7 @@ def test_too_few_devices_are_refused_with_both_numbers():
         ),
         (("experts", "ffn", "embed"), P("expert", "tensor", "fsdp"), P("expert", "tensor", None)),
         (("embed", "kv_heads", "head_dim"), P("fsdp", "tensor", None), P(None, "tensor", None)),
-        (("latent", None), P(None, None), P(None, None)),
+        (("latent", None), P("fsdp", None), P(None, None)),
     ],
 )
 def test_parameters_are_split_by_the_table_and_whole_over_fsdp_in_use(dims, stored, in_use):
@@ -79,8 +79,13 @@ def test_a_dim_that_stays_whole_is_whole_everywhere():
     assert rules.param_spec(("embed", "kv_heads")) == P("fsdp", None)
     assert rules.gathered_spec(("embed", "kv_heads")) == P(None, None)
     assert rules.activation_spec(("kv_heads", "heads")) == P(None, "tensor")
-    assert rules.param_axes("kv_heads") == ()
-    assert RULES.param_axes("kv_heads") == ("tensor",)
+    assert rules.param_axes(("kv_heads",)) == ((),)
+    assert RULES.param_axes(("kv_heads",)) == (("tensor",),)
+
+
+def test_an_axis_cuts_a_parameter_once_along_the_first_dim_that_asks():
+    assert RULES.param_axes(("embed", "latent")) == (("fsdp",), ())
+    assert RULES.param_axes(("latent", "heads", "head_dim")) == (("fsdp",), ("tensor",), ())
 
 
 def test_without_a_mesh_nothing_is_pinned():

@@ -14,33 +14,56 @@ from jaxfound.models.execution import Execution
 from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.rope import angles_of, frequencies, rotate, rotation_factor
+from pallas_kernels.flash_attention import flash_attention
 
 
 class View(NamedTuple):
-    """What a token may see.
+    """What the tokens of packed rows may see: earlier ones of their own document.
 
     Attributes:
         positions: place of each token in its document [B T].
-        mask: query token × key token, True where attention is allowed [B T S].
+        segment_ids: document of each token [B T]; 0 is padding, which sees nothing. None: each
+            row is one document.
+    """
+
+    positions: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"] | None
+
+
+class CachedView(NamedTuple):
+    """What new tokens may see of a cache whose slot s holds position s.
+
+    Attributes:
+        positions: place of each token in its row [B T].
+        mask: token x slot, True where attention is allowed [B T S].
     """
 
     positions: Int[Array, "B T"]
     mask: Bool[Array, "B T S"]
 
 
-def packed_view(positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> View:
-    """Return the view of packed rows: causal, inside one document; segment 0 sees nothing."""
-    order = jnp.arange(segment_ids.shape[1])
-    same_BTS = segment_ids[:, :, None] == segment_ids[:, None, :]
-    real_BT1 = (segment_ids > 0)[:, :, None]
-    causal_1TS = (order[:, None] >= order[None, :])[None]
-    return View(positions, same_BTS & real_BT1 & causal_1TS)
-
-
-def cached_view(positions: Int[Array, "B T"], num_slots: int) -> View:
-    """Return the view of tokens at `positions` into a cache whose slot s holds position s."""
+def cached_view(positions: Int[Array, "B T"], num_slots: int) -> CachedView:
+    """Return the view of tokens at `positions`: slots up to their own."""
     slots_S = jnp.arange(num_slots)
-    return View(positions, slots_S[None, None, :] <= positions[:, :, None])
+    return CachedView(positions, slots_S[None, None, :] <= positions[:, :, None])
+
+
+def attend_rows(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
+    *,
+    view: View,
+    scale: float,
+) -> Float[Array, "B T N V"]:
+    """Return the attention of packed rows over themselves, by the fastest kernel that is right.
+
+    The data room leaves documents as runs with padding last; rows of another make are noticed
+    and take the kernel that needs no such promise.
+    """
+    return flash_attention(
+        q, k, v, segment_ids=view.segment_ids, causal=True, scale=scale, packed="runs"
+    )
 
 
 def attend(
@@ -95,10 +118,10 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], view: View) -> Float[Array, "B T D"]:
         """Return the attention of x over its own row."""
         q, k, v = self._project(x, view.positions)
-        return self._finish(attend(q, k, v, mask=view.mask, scale=self.scale))
+        return self._finish(attend_rows(q, k, v, view=view, scale=self.scale))
 
     def extend(
-        self, x: Float[Array, "B T D"], cache: KeyValueCache, view: View
+        self, x: Float[Array, "B T D"], cache: KeyValueCache, view: CachedView
     ) -> tuple[Float[Array, "B T D"], KeyValueCache]:
         """Append T tokens to the cache and return their attention over all of it."""
         q, k, v = self._project(x, view.positions)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.cache import LatentCache, write_at
 from jaxfound.models.execution import Execution
-from jaxfound.models.layers.attention import View, attend
+from jaxfound.models.layers.attention import CachedView, View, attend, attend_rows
 from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.parameter import Dims
@@ -39,7 +39,7 @@ class LatentAttention(nnx.Module):
     ) -> None:
         mla, std = cfg.mla, cfg.init_std
         embed: Dims = (("embed", cfg.embed_dim),)
-        q_latent: Dims = ((None, mla.q_lora_rank),)
+        q_latent: Dims = (("latent", mla.q_lora_rank),)
         latent: Dims = (("latent", mla.kv_lora_rank),)
         heads = ("heads", cfg.num_heads)
 
@@ -65,8 +65,8 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], view: View) -> Float[Array, "B T D"]:
         """Return the attention of x over its own row, in the expanded form."""
-        q_nope, q_rope = self._queries(x, view)
-        latent_BSC, rope_BSR = self._latents(x, view)
+        q_nope, q_rope = self._queries(x, view.positions)
+        latent_BSC, rope_BSR = self._latents(x, view.positions)
         k_nope_BSNH, v_BSNV = self.key_up(latent_BSC), self.value_up(latent_BSC)
         shape = (*k_nope_BSNH.shape[:3], rope_BSR.shape[-1])
         k_rope_BSNR = jnp.broadcast_to(rope_BSR[:, :, None, :], shape)
@@ -74,18 +74,18 @@ class LatentAttention(nnx.Module):
         q = pin(jnp.concatenate([q_nope, q_rope], axis=-1), "batch", "seq", "heads", None)
         k = pin(jnp.concatenate([k_nope_BSNH, k_rope_BSNR], axis=-1), "batch", "seq", "heads", None)
         v = pin(v_BSNV, "batch", "seq", "heads", None)
-        return self._finish(attend(q, k, v, mask=view.mask, scale=mla_scale(self.cfg)))
+        return self._finish(attend_rows(q, k, v, view=view, scale=mla_scale(self.cfg)))
 
     def extend(
-        self, x: Float[Array, "B T D"], cache: LatentCache, view: View
+        self, x: Float[Array, "B T D"], cache: LatentCache, view: CachedView
     ) -> tuple[Float[Array, "B T D"], LatentCache]:
         """Append T tokens to the latent cache and attend over all of it, in the absorbed form.
 
         The key's up-projection moves to the query and the value's to the output, so that what is
         read for each cached token is C + R numbers, whatever the number of heads.
         """
-        q_nope, q_rope = self._queries(x, view)
-        latent, rope_key = self._latents(x, view)
+        q_nope, q_rope = self._queries(x, view.positions)
+        latent, rope_key = self._latents(x, view.positions)
         cache = LatentCache(
             write_at(cache.latent, latent, view.positions),
             write_at(cache.rope_key, rope_key, view.positions),
@@ -101,22 +101,23 @@ class LatentAttention(nnx.Module):
         mixed_BTNV = jnp.einsum("BTNC,CNV->BTNV", mixed_BTNC, value_up, precision=full)
         return self._finish(mixed_BTNV), cache
 
-    def _queries(self, x: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+    def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the parts of the queries without and with position, [B T N H] and [B T N R]."""
         if self.query_down is not None and self.query_norm is not None:
             x = self.query_norm(self.query_down(x))
         q_BTNH = self.rules.constrain(self.query_up(x), "batch", "seq", "heads", None)
         q_nope, q_rope = jnp.split(q_BTNH, [self.cfg.mla.qk_nope_head_dim], axis=-1)
-        return q_nope, self._rotated(q_rope, view)
+        return q_nope, self._rotated(q_rope, positions)
 
-    def _latents(self, x: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+    def _latents(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what is cached: the normalised latent [B T C] and the rotated key [B T R]."""
         rope_BT1R = self.rope_key(x)[:, :, None, :]
-        return self.latent_norm(self.latent_down(x)), self._rotated(rope_BT1R, view)[:, :, 0, :]
+        rotated_BTR = self._rotated(rope_BT1R, positions)[:, :, 0, :]
+        return self.latent_norm(self.latent_down(x)), rotated_BTR
 
-    def _rotated(self, x: jax.Array, view: View) -> jax.Array:
+    def _rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         rope = self.cfg.rope
-        angles = angles_of(view.positions, frequencies(rope, self.cfg.mla.qk_rope_head_dim))
+        angles = angles_of(positions, frequencies(rope, self.cfg.mla.qk_rope_head_dim))
         return rotate(x, angles, pairing=rope.pairing, factor=rotation_factor(rope))
 
     def _up_kernel(self, layer: Linear) -> jax.Array:
