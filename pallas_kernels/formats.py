@@ -148,7 +148,10 @@ class Quantized:
         """The matrix as `dtype`, without padding."""
         block_rows, block_columns = self.format.block
         scales = jnp.repeat(jnp.repeat(self.scales, block_rows, -2), block_columns, -1)
-        full = self.values.astype(jnp.float32) * scales
+        # XLA may skip the rounding where it sees a conversion to 8 bits and back (its "excess
+        # precision"); results would then depend on what is compiled together.
+        values = jax.lax.optimization_barrier(self.values)
+        full = values.astype(jnp.float32) * scales
         return full[..., : self.rows, : self.columns].astype(dtype)
 
 

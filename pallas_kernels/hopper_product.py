@@ -240,16 +240,23 @@ class Product:
         first_row = work.row_tile * self.tile.rows + warpgroup * mosaic.WARPGROUP_ROWS
         rows = pl.ds(first_row, mosaic.WARPGROUP_ROWS)
         width, num_buffers = self.store_columns, self.tile.num_out_buffers
+        whole = self.num_columns % self.tile.columns == 0
         out = refs.out.at[work.group] if self.grouping == "inner" else refs.out
+        # Where columns end inside a tile some stores are left out, so that they cannot be counted.
+        num_pending = num_buffers - 1 if whole else 0
         num_stores = 0
         for index, values in enumerate(sums):
             for at in range(0, self.tile.segment, width):
                 buffer = refs.out_stages.at[warpgroup, num_stores % num_buffers]
-                mosaic.wait_copy_out(num_buffers - 1, wait_read_only=True)
+                mosaic.wait_copy_out(num_pending, wait_read_only=True)
                 buffer[...] = values[:, at : at + width].astype(refs.out.dtype)
                 mosaic.commit()
                 column = work.column_tile * self.tile.columns + index * self.tile.segment + at
-                mosaic.copy_out(buffer, out.at[rows, pl.ds(column, width)])
+                target = out.at[rows, pl.ds(column, width)]
+                if whole:
+                    mosaic.copy_out(buffer, target)
+                else:
+                    pl.when(column < self.num_columns)(partial(mosaic.copy_out, buffer, target))
                 num_stores += 1
 
     def copy(self, refs: Refs) -> None:

@@ -80,7 +80,7 @@ def shared(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, matrix: bool 
         )
     if not matrix:
         return plgpu.SMEM(shape, dtype)
-    columns = min(shape[-1], SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
+    columns = min(shape[len(shape) - 1], SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
     swizzle_bytes = columns * jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle_bytes))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -112,7 +112,11 @@ def copy_in(source: Any, stage: Any, barrier: Any, **options: Any) -> None:
 
 
 def copy_out(stage: Any, target: Any) -> None:
-    """Start the copy of shared memory into a part of device memory."""
+    """Start the copy of shared memory into a part of device memory.
+
+    Some of the part must be inside its array. In an array one pattern wide the compiler drops
+    the pattern's index: a store behind the only pattern would land on it, not be clipped.
+    """
     _check_copy(target, stage)
     plgpu.copy_smem_to_gmem(stage, target)
 

@@ -114,7 +114,8 @@ class Tolerance:
 
     Attributes:
         total: `accuracy.cosine_difference` of the whole array.
-        largest: of one element, over the root mean square of the reference.
+        largest: of one element, over the root mean square of the reference or, where that is
+            more, a sixth of the element.
     """
 
     total: float
@@ -123,8 +124,9 @@ class Tolerance:
 
 # float32 differs by the order of its sums only. In the others the operands are exact, but the
 # weights, their gradient, the result and what leaves it are each rounded: up to four roundings of
-# at most 2^-9 (bfloat16) of an element, which is at most six times the root mean square. float16
-# rounds 8 times finer, and the total is in squares.
+# at most 2^-8 (bfloat16) of an element, which is mostly under six times the root mean square; the
+# gradients of a causal row's first keys, which every query sees, are measured against themselves.
+# float16 rounds 8 times finer, and the total is in squares.
 TOLERANCES: dict[DType, Tolerance] = {
     "float32": Tolerance(total=1e-12, largest=2e-5),
     "bfloat16": Tolerance(total=1e-5, largest=0.1),

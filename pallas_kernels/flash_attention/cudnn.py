@@ -59,6 +59,8 @@ def _refuses_device(case: AttentionCase) -> str | None:
 def _refuses_operands(case: AttentionCase) -> str | None:
     if case.dtype == "float32":
         return "operands are float32; cuDNN attention takes bfloat16 or float16. Cast q, k and v."
+    if case.num_queries == case.num_keys == 1:
+        return "one query and one key; cuDNN wants more of either. The XLA backend serves it."
     limit = MAX_HEAD_DIM[case.hardware.architecture]
     if max(case.kernel_dims) > limit:
         return (

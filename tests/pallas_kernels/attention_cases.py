@@ -97,8 +97,10 @@ def check(found, expected, dtype):
         assert x.dtype == jnp.dtype(dtype), name
         x, y = np.asarray(x.astype(jnp.float32)), np.asarray(y)
         measured = difference(x, y)
-        largest = measured.largest / max(float(np.sqrt(np.mean(y * y))), 1e-3)
-        assert measured.total <= limit.total, (name, measured, largest)
+        size = float(np.sqrt(np.mean(y * y)))
+        largest = float((np.abs(x - y) / np.maximum(max(size, 1e-3), np.abs(y) / 6)).max())
+        # An array of zeros (a softmax over one key has no gradient) has no direction to compare.
+        assert size < 1e-6 or measured.total <= limit.total, (name, measured, largest)
         assert largest <= limit.largest, (name, measured, largest)
 
 

@@ -192,6 +192,7 @@ REFUSED = {
     r"H=192, V=128 need 192 channels; cuDNN takes up to 128 on sm80": replace(
         RUNS, head_dim=192, value_dim=128, hardware=hardware.find("NVIDIA A100")
     ),
+    r"one query and one key": replace(RUNS, num_queries=1, num_keys=1),
     r"would leak from one document into another": replace(RUNS, segments="any"),
     r"packed documents need": replace(RUNS, hardware=hardware.find("NVIDIA A100")),
     r"TPU v5p is v5p": replace(RUNS, hardware=hardware.find("TPU v5p")),
