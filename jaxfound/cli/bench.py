@@ -22,8 +22,8 @@ def train_command(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Differences.", metavar="[KEY=VALUE]...")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of the loop in one round.", min=3)] = 100,
-    rounds: Annotated[int, typer.Option(help="Rounds; medians are over them.", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of each in one round.", min=3)] = 40,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are over them.", min=1)] = 7,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Train with CONFIG and print tokens/s and the share of time outside the compiled step.

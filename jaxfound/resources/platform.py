@@ -1,7 +1,9 @@
 """Which backend JAX will start, decided without starting one."""
 
 import os
+import subprocess
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -62,3 +64,14 @@ def use_compile_cache(directory: Path) -> None:
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def source_commit() -> str:
+    """Return the commit this package runs from, `+` if files differ; empty outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        git = partial(subprocess.run, cwd=here, capture_output=True, text=True, check=True)
+        commit = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+        return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""

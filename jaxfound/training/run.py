@@ -171,12 +171,18 @@ def told(
         state = create_train_state(run.frame, run.tx, seed=cfg.seed, mesh=run.mesh)
     else:
         yield Event("resume", int(state.step), {"steps": cfg.train.steps})
-    parts = make_parts(run, checkpoints, first_step=int(state.step), opened=opened)
+    step = train_step_of(run)
+    parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
     yield from fit(cfg, state, parts, stop=stop, directory=run.directory)
 
 
 def make_parts(
-    run: Run, checkpoints: CheckpointManager, *, first_step: int, opened: ExitStack
+    run: Run,
+    checkpoints: CheckpointManager,
+    *,
+    step: TrainStep,
+    first_step: int,
+    opened: ExitStack,
 ) -> Parts:
     """Return what the loop drives; the batch stream is closed when `opened` is."""
     cfg = run.cfg
@@ -192,7 +198,7 @@ def make_parts(
     )
     put = partial(to_devices, sharding=placed, batch_size=cfg.train.batch_size)
     return Parts(
-        step=train_step_of(run),
+        step=step,
         batches=(put(batch) for batch in stream),
         evaluate=make_held_out(run, rows=rows),
         checkpoints=checkpoints,
