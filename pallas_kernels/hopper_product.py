@@ -6,6 +6,7 @@ warpgroups take 64 rows each, one more warpgroup copies operands into a ring of 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class Product(ABC):
     """Static sizes of one launch. Subclasses say how a step is copied and computed.
 
     Attributes:
@@ -186,13 +187,13 @@ class Product:
         """Shapes of one stage of A and of B."""
         return (self.tile.rows, self.step), (self.tile.columns, self.step)
 
+    @abstractmethod
     def copy_step(self, refs: Refs, work: Work, *, index: Any, slot: Any) -> None:
         """Start the copies of step `index` of a tile into stage `slot`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute_tile(self, refs: Refs, work: Work, warpgroup: Any) -> tuple[jax.Array, ...]:
         """Return the float32 sums of this warpgroup's rows, one array for each segment."""
-        raise NotImplementedError
 
     def ring(self, refs: Refs) -> mosaic.Ring:
         """The stages between the copying warpgroup and the computing ones."""

@@ -148,3 +148,25 @@ def test_outside_the_main_thread_it_changes_nothing():
     thread.start()
     thread.join()
     assert seen == [False, before]
+
+
+def test_virtual_devices_get_threads_enough_to_wait_for_each_other(monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    chosen = {}
+    monkeypatch.setattr("jax.config.update", chosen.__setitem__)
+    platform.use_virtual_cpus(8)
+    assert chosen == {"jax_num_cpu_devices": 8}
+    assert int(os.environ["NPROC"]) == 8 * platform.THREADS_PER_VIRTUAL_DEVICE
+
+
+def test_a_compile_cache_that_was_chosen_stays(tmp_path, monkeypatch):
+    chosen = {}
+    monkeypatch.setattr("jax.config.update", chosen.__setitem__)
+    platform.use_compile_cache(tmp_path)
+    # The tests have a cache of their own.
+    assert chosen == {}
+
+
+def test_the_source_commit_is_that_of_this_checkout_or_empty():
+    commit = platform.source_commit().removesuffix("+")
+    assert all(letter in "0123456789abcdef" for letter in commit)
