@@ -91,9 +91,9 @@ def test_full_remat_keeps_nothing_of_the_forward_pass():
     assert sines_in_backward("full") > 3
 
 
-def step_program(num_layers):
+def step_program(name, num_layers):
     """The training step with the default scan, lowered."""
-    cfg = run_config(model_config("mla_moe_mtp", num_layers=num_layers, mtp_depth=0), rows=2)
+    cfg = run_config(model_config(name, num_layers=num_layers, mtp_depth=0), rows=2)
     table = describe(cfg.model)
     frame, tx = Frame(cfg.model), make_optimizer(cfg.optimizer, table)
     mesh = build_mesh(make_plan(cfg, 1, params=table), devices=jax.devices()[:1])
@@ -102,9 +102,11 @@ def step_program(num_layers):
     return step.lower(abstract_train_state(frame, tx, mesh=mesh), batch)
 
 
-def test_the_step_of_twelve_layers_is_the_program_of_three():
+# The first layer of the model with experts is dense and outside the scan.
+@pytest.mark.parametrize(("name", "shallow"), [("gqa", 2), ("mla_moe_mtp", 3)])
+def test_the_step_of_twelve_layers_is_the_program_of_a_shallow_one(name, shallow):
     """Only sizes differ, so neither tracing nor compiling takes longer with depth."""
-    few, many = step_program(3), step_program(12)
+    few, many = step_program(name, shallow), step_program(name, 12)
     short, long = (lowered.as_text().splitlines() for lowered in (few, many))
     assert len(short) == len(long)
     short, long = (count_instructions(lowered.compile(FAST_TO_COMPILE)) for lowered in (few, many))
