@@ -2,9 +2,11 @@
 
 At M ≤ 128 the weights' bytes are the cost. So they take wgmma's 64 rows, the tokens take its
 columns, and where N alone gives too few blocks K is split; partial sums are added in a fixed
-order, so repeated runs agree bit for bit.
+order, so repeated runs agree bit for bit. Each block walks over parts of the weights, and the next
+part's copies start while this one is computed and stored: memory is never idle between them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ class DecodeTile:
 
     Attributes:
         num_groups: computing warpgroups; each takes 64 weight rows.
-        num_splits: blocks that share one stripe of weights, each with a part of K.
+        num_splits: parts of K into which each stripe of weights is cut.
         num_stages: most steps in flight; fewer if memory is short.
     """
 
@@ -58,6 +60,16 @@ class _Refs(NamedTuple):
     empty: Any
 
 
+class _Part(NamedTuple):
+    """A stripe of weights times the tokens over a part of K, as in `hopper_product.Work`."""
+
+    stripe: Any
+    split: Any
+    first_block: Any
+    num_steps: Any
+    first_step: Any
+
+
 @dataclass(frozen=True)
 class _Decode:
     """Static sizes of one launch; its methods are the halves of the kernel's body.
@@ -72,6 +84,7 @@ class _Decode:
     num_columns: int
     tile: DecodeTile
     out_dtype: jnp.dtype
+    num_cores: int
 
     @property
     def direct(self) -> bool:
@@ -99,14 +112,40 @@ class _Decode:
         stage_bytes = (self.m + self.tile.weight_rows) * BLOCK + 4 * self.scale_columns
         out_bytes = self.tile.weight_rows * self.m * 4
         fitting = (SM90_SCRATCH_BYTES - RESERVED_BYTES - out_bytes) // stage_bytes
-        return min(self.tile.num_stages, pl.cdiv(self.num_steps, self.num_splits), fitting)
+        return min(self.tile.num_stages, self.num_steps * self.num_parts, fitting)
 
-    def steps(self) -> tuple[Any, Any]:
-        """First step of this block's part of K, and how many it has; parts differ by one step."""
-        split = lax.axis_index("split")
+    @property
+    def num_stripes(self) -> int:
+        return pl.cdiv(self.num_columns, self.tile.weight_rows)
+
+    @property
+    def num_parts(self) -> int:
+        return self.num_stripes * self.num_splits
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the grid: all run at once and share the parts."""
+        return min(self.num_cores, self.num_parts)
+
+    def walk(self, visit: Callable[[_Part], None]) -> jax.Array:
+        """Call `visit` for each part of this block and return the number of steps taken."""
+        block = lax.axis_index("block")
+
+        def one(index: jax.Array, first_step: jax.Array) -> jax.Array:
+            part = self.part(block + index * self.num_blocks, first_step)
+            visit(part)
+            return first_step + part.num_steps
+
+        mine = lax.div(self.num_parts - block + self.num_blocks - 1, jnp.int32(self.num_blocks))
+        return lax.fori_loop(0, mine, one, jnp.int32(0))
+
+    def part(self, linear: jax.Array, first_step: jax.Array) -> _Part:
+        """Part number `linear`; the parts of one stripe differ by at most one step of K."""
+        split = lax.div(linear, jnp.int32(self.num_stripes))
+        stripe = lax.rem(linear, jnp.int32(self.num_stripes))
         first = lax.div(split * self.num_steps, jnp.int32(self.num_splits))
         end = lax.div((split + 1) * self.num_steps, jnp.int32(self.num_splits))
-        return first, end - first
+        return _Part(stripe, split, first, end - first, first_step)
 
     def ring(self, refs: _Refs) -> mosaic.Ring:
         return mosaic.Ring(full=refs.full, empty=refs.empty, num_stages=self.num_stages)
@@ -115,66 +154,79 @@ class _Decode:
         """The copying warpgroup: fill the stages of every step, in order."""
         mosaic.set_max_registers(COPY_REGISTERS, action="decrease")
         ring = self.ring(refs)
-        first, count = self.steps()
-        weights = pl.ds(lax.axis_index("stripe") * self.tile.weight_rows, self.tile.weight_rows)
+        height = self.tile.weight_rows
 
-        def step(index: Any, _: None) -> None:
-            ring.wait_empty(index)
-            slot = ring.slot(index)
-            full = refs.full.at[slot]
-            inner = pl.ds((first + index) * BLOCK, BLOCK)
-            mosaic.copy_in(refs.b.at[weights, inner], refs.b_stages.at[slot], full)
-            mosaic.copy_in(refs.a.at[:, inner], refs.a_stages.at[slot], full)
-            scales = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
-            mosaic.copy_in(refs.a_scales.at[first + index], scales, full)
+        def visit(part: _Part) -> None:
+            weights = pl.ds(part.stripe * height, height)
 
-        lax.fori_loop(0, count, step, None)
-        ring.drain(count)
+            def step(index: Any, _: None) -> None:
+                ring.wait_empty(part.first_step + index)
+                slot = ring.slot(part.first_step + index)
+                full = refs.full.at[slot]
+                block = part.first_block + index
+                inner = pl.ds(block * BLOCK, BLOCK)
+                mosaic.copy_in(refs.b.at[weights, inner], refs.b_stages.at[slot], full)
+                mosaic.copy_in(refs.a.at[:, inner], refs.a_stages.at[slot], full)
+                scales = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
+                mosaic.copy_in(refs.a_scales.at[block], scales, full)
+
+            lax.fori_loop(0, part.num_steps, step, None)
+
+        ring.drain(self.walk(visit))
 
     def compute(self, refs: _Refs, warpgroup: Any) -> None:
-        """A computing warpgroup: 64 weight rows times all tokens, over this block's part of K."""
+        """A computing warpgroup: 64 weight rows of each part times all tokens."""
         mosaic.set_max_registers(COMPUTE_REGISTERS, action="increase")
+
+        def visit(part: _Part) -> None:
+            row = part.stripe * self.tile.weight_rows + warpgroup * mosaic.WARPGROUP_ROWS
+            total = self.compute_part(refs, part, row=row, warpgroup=warpgroup)
+            self.store(refs, total, part=part, row=row, warpgroup=warpgroup)
+
+        self.walk(visit)
+        mosaic.wait_copy_out(0)
+
+    def compute_part(self, refs: _Refs, part: _Part, *, row: Any, warpgroup: Any) -> jax.Array:
+        """The float32 sum of 64 weight rows times all tokens."""
         ring = self.ring(refs)
-        first, count = self.steps()
-        stripe = lax.axis_index("stripe")
-        row = stripe * self.tile.weight_rows + warpgroup * mosaic.WARPGROUP_ROWS
         weight_block = jnp.minimum(lax.div(row, jnp.int32(BLOCK)), pl.cdiv(self.n, BLOCK) - 1)
         my_rows = pl.ds(warpgroup * mosaic.WARPGROUP_ROWS, mosaic.WARPGROUP_ROWS)
         shape = (mosaic.WARPGROUP_ROWS, self.m)
 
         def step(index: Any, carry: Any) -> Any:
             total, weight_scale = carry
-            following = jnp.minimum(first + index + 1, self.num_steps - 1)
+            following = jnp.minimum(part.first_block + index + 1, self.num_steps - 1)
             next_scale = refs.b_scales[weight_block, following]
-            ring.wait_full(index)
-            slot = ring.slot(index)
+            ring.wait_full(part.first_step + index)
+            slot = ring.slot(part.first_step + index)
             stage = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
             token_scales = mosaic.load(stage, layout=mosaic.PER_COLUMN)
-            part = mosaic.multiply(
+            product = mosaic.multiply(
                 shape,
                 lambda acc: mosaic.wgmma(
                     acc, refs.b_stages.at[slot, my_rows], refs.a_stages.at[slot].T
                 ),
             )
-            ring.release(index)
+            ring.release(part.first_step + index)
             scales = lax.broadcast_in_dim(token_scales * weight_scale, shape, [1])
-            return total + part * scales, next_scale
+            return total + product * scales, next_scale
 
-        carry = (mosaic.zeros(shape), refs.b_scales[weight_block, first])
-        total, _ = lax.fori_loop(0, count, step, carry)
-        self.store(refs, total, warpgroup)
+        carry = (mosaic.zeros(shape), refs.b_scales[weight_block, part.first_block])
+        return lax.fori_loop(0, part.num_steps, step, carry)[0]
 
-    def store(self, refs: _Refs, total: jax.Array, warpgroup: Any) -> None:
+    def store(
+        self, refs: _Refs, total: jax.Array, *, part: _Part, row: Any, warpgroup: Any
+    ) -> None:
         """Store the sums: transposed into the result, or as this split's partial sums.
 
         A warpgroup whose weights all lie behind the last column has nothing to store.
         """
-        row = lax.axis_index("stripe") * self.tile.weight_rows + warpgroup * mosaic.WARPGROUP_ROWS
         weights = pl.ds(row, mosaic.WARPGROUP_ROWS)
         buffer = refs.out_stages.at[warpgroup]
 
         @pl.when(row < self.num_columns)
         def _() -> None:
+            mosaic.wait_copy_out(0, wait_read_only=True)
             if self.direct:
                 transposed = buffer.T
                 rounded = total.astype(refs.out.dtype)
@@ -184,9 +236,7 @@ class _Decode:
             else:
                 buffer[...] = total
                 mosaic.commit()
-                mosaic.copy_out(buffer, refs.out.at[lax.axis_index("split"), weights])
-
-        mosaic.wait_copy_out(0)
+                mosaic.copy_out(buffer, refs.out.at[part.split, weights])
 
 
 def _body(decode: _Decode, *refs: Any) -> None:
@@ -210,6 +260,7 @@ def decode_product(
     b_scales: Float[Array, "n_blocks k_blocks"],
     num_columns: int,
     tile: DecodeTile,
+    num_cores: int,
     out_dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "m n_out"]:
     """Return A·Bᵀ with scales, `num_columns` wide, rounded up to whole warpgroups of weights.
@@ -219,6 +270,7 @@ def decode_product(
         b: 8-bit elements.
         a_scales: of tiles 1x128, K first.
         b_scales: of squares 128x128.
+        num_cores: blocks that run at once.
     """
     wanted = jnp.dtype(out_dtype)
     rows = mosaic.WARPGROUP_ROWS
@@ -230,6 +282,7 @@ def decode_product(
         num_columns=columns,
         tile=tile,
         out_dtype=wanted,
+        num_cores=num_cores,
     )
     dtype = wanted if decode.direct else jnp.dtype(jnp.float32)
     stage = (
@@ -247,8 +300,8 @@ def decode_product(
             mosaic.Barrier(num_arrivals=3, num_barriers=decode.num_stages),
             mosaic.Barrier(num_arrivals=tile.num_groups, num_barriers=decode.num_stages),
         ),
-        grid=(pl.cdiv(columns, tile.weight_rows), decode.num_splits),
-        grid_names=("stripe", "split"),
+        grid=(decode.num_blocks,),
+        grid_names=("block",),
         num_warpgroups=tile.num_groups + 1,
     )
     out = launch(a, b, a_scales, b_scales)

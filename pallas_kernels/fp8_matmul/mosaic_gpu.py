@@ -95,6 +95,7 @@ def _product(
             b_scales=b_scales,
             num_columns=columns,
             tile=tile,
+            num_cores=case.hardware.num_cores,
             out_dtype=dtype,
         )
     else:

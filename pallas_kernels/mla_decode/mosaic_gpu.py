@@ -4,6 +4,11 @@ A block takes 64 query rows (heads of one sequence, and its query tokens) and on
 sequence. Scores, softmax and accumulation overlap across warpgroups; nothing is computed twice.
 Shared memory holds the queries and two pages; the queries' rope channels stay in registers,
 because 8 KiB more do not fit.
+
+The scoring warpgroup is what the others wait for, so it signals once a page: an accumulating
+warpgroup that has read a page's chunk frees it for the scoring one too, because weights exist only
+after the scores. And the maximum that weights are relative to moves only when a row exceeds it by
+`SLACK`: sums are then rescaled on few pages, not on all (the trick is FlashAttention-4's).
 """
 
 import math
@@ -34,6 +39,11 @@ OWN = OWN_CHUNKS * CHUNK
 NUM_SLOTS = 2
 # Registers of an accumulating, the scoring and the copying warpgroup: at most 512 a lane group.
 ACCUMULATE_REGISTERS, SCORE_REGISTERS, COPY_REGISTERS = 160, 168, 24
+# Rows of the factors: one for each slot's fading factors, the final norm, the slots' flags.
+NORM, FLAGS = NUM_SLOTS, NUM_SLOTS + 1
+# How far scores may exceed the maximum they are relative to, in powers of two: weights up to 256
+# lose nothing in bfloat16 and float32.
+SLACK = 8.0
 # Below every score; finite, because the difference of two infinities is NaN.
 FAR_BELOW = -1e30
 LOG2_E = math.log2(math.e)
@@ -65,9 +75,7 @@ class _Refs(NamedTuple):
     full: Any
     full_rope: Any
     empty: Any
-    empty_rope: Any
     weights_full: Any
-    weights_empty: Any
     q_full: Any
     finished: Any
     q_rope: Any = None
@@ -98,29 +106,28 @@ class _Decode:
         mosaic.set_max_registers(COPY_REGISTERS, action="decrease")
         first, end, _ = self.part(refs)
         sequence = lax.axis_index("sequence")
-        ropes = mosaic.Ring(full=refs.full_rope, empty=refs.empty_rope, num_stages=NUM_SLOTS)
 
         def page(index: Any, _: None) -> None:
             step = index - first
-            slot = ropes.slot(step)
+            slot = lax.rem(step, jnp.int32(NUM_SLOTS))
             source = refs.cache.at[refs.block_table[sequence, index]]
-            ropes.wait_empty(step)
-            rope = source.at[:, pl.ds(LATENT, ROPE)]
-            mosaic.copy_in(rope, refs.page_ropes.at[slot], refs.full_rope.at[slot])
             for chunk in range(NUM_CHUNKS):
                 self.wait_chunk(refs, step, chunk)
+                if chunk == 0:
+                    # Whose first chunk is accumulated, that page is scored: its rope is free too.
+                    rope = source.at[:, pl.ds(LATENT, ROPE)]
+                    mosaic.copy_in(rope, refs.page_ropes.at[slot], refs.full_rope.at[slot])
                 columns = source.at[:, pl.ds(chunk * CHUNK, CHUNK)]
                 full = refs.full.at[NUM_CHUNKS * slot + chunk]
                 mosaic.copy_in(columns, refs.pages.at[slot, chunk], full)
 
         lax.fori_loop(first, end, page, None)
-        ropes.drain(end - first)
         for behind in range(NUM_SLOTS):
             for chunk in range(NUM_CHUNKS):
                 self.wait_chunk(refs, end - first + behind, chunk)
 
     def wait_chunk(self, refs: _Refs, step: Any, chunk: int) -> None:
-        """Return once both readers of a chunk have let the slot of `step` go."""
+        """Return once the slot that a chunk of `step` will take is read to the end."""
 
         @pl.when(step >= NUM_SLOTS)
         def _() -> None:
@@ -141,16 +148,12 @@ class _Decode:
         masked = partial(page, num_seen=self.num_seen(length))
         largest, mass = lax.fori_loop(unmasked, end, masked, carry)
 
-        for behind in range(NUM_SLOTS):
-            self.wait_weights(refs, end - first + behind)
         some = jnp.maximum(mass, 1e-30)
-        refs.factors[0] = 1.0 / some
-        refs.factors[1] = jnp.where(mass > 0, largest + jnp.log(some) * LOG2_E, FAR_BELOW)
+        refs.factors[NORM] = 1.0 / some
         mosaic.commit()
         mosaic.arrive(refs.finished)
-        place = (lax.axis_index("split"), lax.axis_index("sequence"))
-        mosaic.copy_out(refs.factors.at[1], refs.lse.at[(*place, self.rows())])
-        mosaic.wait_copy_out(0)
+        place = (lax.axis_index("split"), lax.axis_index("sequence"), self.rows())
+        refs.lse[place] = jnp.where(mass > 0, largest + jnp.log(some) * LOG2_E, FAR_BELOW)
 
     def rows(self) -> Any:
         """The query rows of this block."""
@@ -187,7 +190,11 @@ class _Decode:
     def score_page(
         self, refs: _Refs, q_rope: Any, first: Any, index: Any, carry: Any, num_seen: Any = None
     ) -> Any:
-        """Score one page, publish its weights and the factor that fades the older sum."""
+        """Score one page, publish its weights and the factor that fades the older sum.
+
+        The slot of the weights is free: to get here, this page's chunks were waited for, whose
+        copies had waited for the products with the weights of two pages ago.
+        """
         largest, mass = carry
         step = index - first
         slot = lax.rem(step, jnp.int32(NUM_SLOTS))
@@ -208,32 +215,23 @@ class _Decode:
                 mosaic.wgmma(acc, refs.q_chunks.at[chunk], refs.pages.at[slot, chunk].T)
 
         scores = mosaic.multiply(shape, issue)
-        mosaic.arrive(refs.empty_rope.at[slot])
         if num_seen is not None:
             token = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.ACCUMULATOR)
             scores = jnp.where(token + index * PAGE < num_seen, scores, FAR_BELOW)
-        for chunk in range(NUM_CHUNKS):
-            mosaic.arrive(refs.empty.at[NUM_CHUNKS * slot + chunk])
         scale = self.sm_scale * LOG2_E
-        new_largest = jnp.maximum(largest, scores.max(axis=1) * scale)
+        page_largest = scores.max(axis=1) * scale
+        new_largest = jnp.where(page_largest > largest + SLACK, page_largest, largest)
+        refs.factors[FLAGS, slot] = jnp.max(new_largest - largest)
         fade = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_largest, shape, [0]))
         if num_seen is not None:
             # A row that sees nothing yet has a maximum as far below as its scores.
             weights = jnp.where(scores > FAR_BELOW / 2, weights, 0.0)
-        self.wait_weights(refs, step)
         refs.weights[slot] = weights.astype(jnp.bfloat16)
         refs.factors[slot] = fade
         mosaic.commit()
         mosaic.arrive(refs.weights_full.at[slot])
         return new_largest, mass * fade + weights.sum(axis=1)
-
-    def wait_weights(self, refs: _Refs, step: Any) -> None:
-        """Return once both accumulating warpgroups have read the weights of two pages ago."""
-
-        @pl.when(step >= NUM_SLOTS)
-        def _() -> None:
-            mosaic.wait(refs.weights_empty.at[lax.rem(step, jnp.int32(NUM_SLOTS))])
 
     def accumulate(self, refs: _Refs, half: Any) -> None:
         """An accumulating warpgroup: weights times its half of each page's channels."""
@@ -243,11 +241,13 @@ class _Decode:
         def page(index: Any, total: Any) -> Any:
             slot = lax.rem(index - first, jnp.int32(NUM_SLOTS))
             base = NUM_CHUNKS * slot + OWN_CHUNKS * half
-            for chunk in range(OWN_CHUNKS):
-                mosaic.wait(refs.full.at[base + chunk])
             mosaic.wait(refs.weights_full.at[slot])
-            fade = mosaic.load(refs.factors.at[slot], layout=mosaic.PER_ROW)
-            total = total * lax.broadcast_in_dim(fade, total.shape, [0])
+            total = lax.cond(
+                refs.factors[FLAGS, slot] > 0,
+                lambda total: total * self.per_row(refs, slot),
+                lambda total: total,
+                total,
+            )
 
             def issue(acc: Any) -> None:
                 for chunk in range(OWN_CHUNKS):
@@ -258,14 +258,11 @@ class _Decode:
                     mosaic.wgmma_wait(OWN_CHUNKS - 1 - chunk)
                     mosaic.arrive(refs.empty.at[base + chunk])
 
-            total = mosaic.add_products(total, issue)
-            mosaic.arrive(refs.weights_empty.at[slot])
-            return total
+            return mosaic.add_products(total, issue)
 
         total = lax.fori_loop(first, end, page, mosaic.zeros((ROWS, OWN)))
         mosaic.wait(refs.finished)
-        norm = mosaic.load(refs.factors.at[0], layout=mosaic.PER_ROW)
-        total = (total * lax.broadcast_in_dim(norm, total.shape, [0])).astype(jnp.bfloat16)
+        total = (total * self.per_row(refs, NORM)).astype(jnp.bfloat16)
         for chunk in range(OWN_CHUNKS):
             stage = refs.q_chunks.at[OWN_CHUNKS * half + chunk]
             stage[...] = total[:, chunk * CHUNK : (chunk + 1) * CHUNK]
@@ -282,6 +279,11 @@ class _Decode:
                 mosaic.copy_out(stage, out.at[:, pl.ds(column, CHUNK)])
 
         mosaic.wait_copy_out(0)
+
+    def per_row(self, refs: _Refs, row: Any) -> jax.Array:
+        """A row of the factors, broadcast to what one accumulating warpgroup holds."""
+        values = mosaic.load(refs.factors.at[row], layout=mosaic.PER_ROW)
+        return lax.broadcast_in_dim(values, (ROWS, OWN), [0])
 
     def clear_dead_tokens(self, refs: _Refs, slot: Any, index: Any) -> None:
         """Zero the slots behind the last token: zero weight times NaN would be NaN.
@@ -324,14 +326,11 @@ def _scratch() -> dict[str, object]:
         "pages": mosaic.shared((NUM_SLOTS, NUM_CHUNKS, PAGE, CHUNK), bf16),
         "page_ropes": mosaic.shared((NUM_SLOTS, PAGE, ROPE), bf16),
         "weights": mosaic.shared((NUM_SLOTS, ROWS, PAGE), bf16),
-        "factors": mosaic.shared((2, ROWS), jnp.float32, matrix=False),
+        "factors": mosaic.shared((NUM_SLOTS + 2, ROWS), jnp.float32, matrix=False),
         "full": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
         "full_rope": mosaic.Barrier(num_barriers=NUM_SLOTS),
-        # A chunk is read by the scoring warpgroup and by the one that accumulates it.
-        "empty": mosaic.Barrier(num_arrivals=2, num_barriers=NUM_CHUNKS * NUM_SLOTS),
-        "empty_rope": mosaic.Barrier(num_barriers=NUM_SLOTS),
+        "empty": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
         "weights_full": mosaic.Barrier(num_barriers=NUM_SLOTS),
-        "weights_empty": mosaic.Barrier(num_arrivals=2, num_barriers=NUM_SLOTS),
         "q_full": mosaic.Barrier(num_arrivals=NUM_CHUNKS + 1),
         "finished": mosaic.Barrier(),
     }

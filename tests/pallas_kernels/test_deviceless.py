@@ -105,6 +105,7 @@ def test_the_decode_kernel_assembles_without_spills(tile, m, place, capfd):
             b_scales=b_scales,
             num_columns=n,
             tile=tile,
+            num_cores=132,
             out_dtype=jnp.bfloat16,
         ),
         ((m, k), F8),

@@ -23,6 +23,8 @@ PERSISTENT = [
 DECODE = [
     ((8, 128, 512), DecodeTile(num_groups=1, num_splits=1, num_stages=3)),
     ((64, 200, 640), DecodeTile(num_groups=2, num_splits=3, num_stages=4)),
+    # More parts than blocks, directly stored.
+    ((16, 392, 256), DecodeTile(num_groups=1, num_splits=1, num_stages=3)),
 ]
 
 
@@ -74,6 +76,7 @@ def test_the_decode_kernel_equals_the_reference(shape, tile):
                 b_scales=b.scales,
                 num_columns=b.rows,
                 tile=tile,
+                num_cores=4,
                 out_dtype="bfloat16",
             )
         )(a, b)
