@@ -4,7 +4,6 @@ When the API moves, this file moves. It adds what every Hopper kernel of this pa
 ring of shared-memory stages between one copying warpgroup and the computing ones.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -269,18 +268,3 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
 def is_interpreting() -> bool:
     """True inside `interpreted`, where a kernel is an ordered callback and cannot be split."""
     return _interpreting.value
-
-
-def kernel_seconds(run: Callable[[], None]) -> float:
-    """Return the seconds that all GPU kernels started by `run` took, without gaps between them.
-
-    `run` must wait for its own kernels. Counts kernels of every library in the process. One
-    measurement at a time: the driver allows one subscriber.
-    """
-    extension: Any = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
-    extension._cupti_init()
-    try:
-        run()
-    finally:
-        timings = extension._cupti_get_timings(True)
-    return sum(milliseconds for _, milliseconds in timings) / 1e3

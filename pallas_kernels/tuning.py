@@ -79,7 +79,7 @@ class Table:
         if data.get("format_version") != FORMAT_VERSION:
             raise TuningError(
                 f"tuning table has format_version={data.get('format_version')}, this version "
-                f"reads {FORMAT_VERSION}. Measure again with `jaxfound bench kernels`."
+                f"reads {FORMAT_VERSION}. Measure again with `jaxfound bench tune`."
             )
         entries = {
             (op, key): tuple(sorted(settings.items()))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxfound.cli.bench_kernels import kernels_command, tune_command
 from jaxfound.cli.console import open_console
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write what was measured.")
@@ -14,6 +15,10 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write what was 
 @bench_app.callback()
 def bench() -> None:
     """Measure, and write what was measured."""
+
+
+bench_app.command("kernels")(kernels_command)
+bench_app.command("tune")(tune_command)
 
 
 @bench_app.command("train")

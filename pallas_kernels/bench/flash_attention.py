@@ -1,8 +1,8 @@
 """Time attention: packed rows against unpacked ones, forward and with gradients."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,17 +12,20 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from pallas_kernels import hardware
-from pallas_kernels.accuracy import difference
-from pallas_kernels.bench import peers
-from pallas_kernels.bench.timing import Candidate, Record, interleaved
+from pallas_kernels.accuracy import Difference, difference
+from pallas_kernels.bench import measure, peers
+from pallas_kernels.bench.measure import Check, NotCarriedError, Part, Work
+from pallas_kernels.bench.timing import Candidate, compiled_candidate, untimed
 from pallas_kernels.flash_attention import cudnn_call, op, reference
-from pallas_kernels.flash_attention.cases import make_case
+from pallas_kernels.flash_attention.cases import BENCH_SIZES, make_case
 from pallas_kernels.flash_attention.cudnn_call import Scores
 from pallas_kernels.flash_attention.runs import find_runs
 
 # (B, T, N, K, H, V)
 Sizes = tuple[int, int, int, int, int, int]
+SIZES: tuple[Sizes, ...] = BENCH_SIZES
 Phase = Literal["forward", "training"]
+PHASES: tuple[Phase, ...] = ("forward", "training")
 
 # A backward pass is five products where a forward pass is two; the same is taken for bytes.
 TRAINING_FLOPS = 3.5
@@ -86,8 +89,7 @@ def _in_phase(attend: Callable[..., Array], phase: Phase) -> Callable[..., Any]:
 
 def _candidate(problem: Problem, name: str, run: Callable[..., Any]) -> Candidate:
     operands = (problem.q, problem.k, problem.v, problem.ids, problem.grad)
-    compiled = jax.jit(run).lower(*operands).compile()
-    return Candidate(name, lambda index: compiled(*operands))
+    return compiled_candidate(name, run, [operands])
 
 
 def ours(
@@ -135,8 +137,7 @@ def bare_call(problem: Problem, phase: Phase) -> Candidate:
         return saved.out, cudnn_call.backward(q, k, v, saved=saved, grad=grad, scores=scores)
 
     operands = (problem.q, problem.k, v, grad, runs)
-    compiled = jax.jit(run).lower(*operands).compile()
-    return Candidate("cudnn_bare", lambda index: compiled(*operands))
+    return compiled_candidate("cudnn_bare", run, [operands])
 
 
 def padded_values(problem: Problem, phase: Phase) -> Candidate:
@@ -147,7 +148,7 @@ def padded_values(problem: Problem, phase: Phase) -> Candidate:
     """
     h, v_dim = problem.sizes[4:]
     if h == v_dim:
-        raise peers.NotCarriedError("V is H, nothing is widened")
+        raise NotCarriedError("V is H, nothing is widened")
 
     def attend(q: Array, k: Array, v: Array, ids: Array) -> Array:
         wide = jnp.pad(v, [(0, 0)] * 3 + [(0, h - v_dim)])
@@ -165,7 +166,7 @@ def jax_cudnn(problem: Problem, phase: Phase) -> Candidate:
         NotCarriedError: if V is not H, which its interface does not take.
     """
     if problem.sizes[4] != problem.sizes[5]:
-        raise peers.NotCarriedError("jax.nn.dot_product_attention wants V = H")
+        raise NotCarriedError("jax.nn.dot_product_attention wants V = H")
 
     def attend(q: Array, k: Array, v: Array, ids: Array) -> Array:
         return jax.nn.dot_product_attention(
@@ -194,7 +195,7 @@ def torch_causal(problem: Problem, phase: Phase) -> Candidate:
         out = attend(q, k, v, is_causal=True, scale=problem.scale, enable_gqa=grouped)
         return (out, *module.autograd.grad(out, (q, k, v), grad)) if training else out
 
-    return Candidate("torch_unpacked", start, lambda result: module.cuda.synchronize())
+    return peers.torch_candidate("torch_unpacked", start, (q, k, v, grad))
 
 
 Build = Callable[[Problem, Phase], Candidate]
@@ -216,17 +217,25 @@ UNPACKED: dict[str, Build] = {
 }
 
 
-def error_of(problem: Problem, result: Array) -> tuple[float, float]:
-    """Total and worst-row difference of a packed result, on one row and one key head."""
+def _checker(problem: Problem, phase: Phase) -> Check:
+    """Compare one row and one key head of the packed results with the reference."""
     group = problem.sizes[2] // problem.sizes[3]
-    expected = jax.jit(
-        lambda q, k, v, ids: reference.flash_attention(
-            q, k, v, segment_ids=ids, causal=True, scale=problem.scale
-        )
-    )(problem.q[:1, :, :group], problem.k[:1, :, :1], problem.v[:1, :, :1], problem.ids[:1])
-    found = np.asarray(result[:1, :, :group, : problem.sizes[5]].astype(jnp.float32))
-    measured = difference(found, np.asarray(expected))
-    return measured.total, measured.row
+    expected = np.asarray(
+        untimed(
+            lambda q, k, v, ids: reference.flash_attention(
+                q, k, v, segment_ids=ids, causal=True, scale=problem.scale
+            )
+        )(problem.q[:1, :, :group], problem.k[:1, :, :1], problem.v[:1, :, :1], problem.ids[:1])
+    )
+
+    def check(name: str, result: Any) -> Difference | None:
+        if name.split("/")[0] not in PACKED:
+            return None
+        out = result[0] if phase == "training" else result
+        found = np.asarray(out[:1, :, :group, : problem.sizes[5]].astype(jnp.float32))
+        return difference(found, expected)
+
+    return check
 
 
 def wall_us(candidate: Candidate) -> float:
@@ -240,47 +249,46 @@ def wall_us(candidate: Candidate) -> float:
     return (time.perf_counter() - start) * 1e6 / NUM_WALL_CALLS
 
 
-def bench(
-    sizes: Sizes,
-    *,
-    ceilings: Mapping[str, float],
-    num_rounds: int = 9,
-    phases: Sequence[Phase] = ("forward", "training"),
-) -> Iterator[Record]:
-    """Yield one record for each candidate and phase, interleaved in this process."""
-    problem = make_problem(sizes)
+def named(sizes: Sizes) -> dict[str, int]:
+    """The sizes under their letters."""
+    return dict(zip("BTNKHV", sizes, strict=True))
+
+
+def operand_bytes(sizes: Sizes) -> int:
+    """About what the operands take, and the widened copies of some candidates."""
+    b, t, n, k, h, v = sizes
+    return 6 * b * t * (n + k) * (h + v)
+
+
+# Of the packed candidates those that a model reaches by the op's own choice.
+OURS = f"cudnn_packed_{BOUNDS[0]}"
+OWN = frozenset({*(f"cudnn_packed_{bound}" for bound in BOUNDS), "xla_packed"})
+
+
+def problem(sizes: Sizes, phase: Phase) -> measure.Problem:
+    """Every candidate in one phase; those on unpacked rows do more work for the same tokens."""
+    operands = make_problem(sizes)
     b, t, n, k, h, v = sizes
     case = make_case(t, t, n, k, h, v, hardware=hardware.current(), batch=b)
-    names = dict(zip("BTNKHV", sizes, strict=True))
-    for phase in phases:
-        candidates: list[Candidate] = []
-        for name, build in (PACKED | UNPACKED).items():
-            try:
-                candidates.append(build(problem, phase))
-            except peers.NotCarriedError as error:
-                note = f"not carried: {error}"
-                yield Record("flash_attention", names, f"{name}/{phase}", note=note)
-        rounds = interleaved(candidates, num_rounds=num_rounds)
-        times = TRAINING_FLOPS if phase == "training" else 1.0
-        for candidate in candidates:
-            packed = candidate.name in PACKED
-            flops = int(times * problem.flops(packed=packed))
-            floor_s = max(
-                flops / ceilings["bfloat16_flops"], times * case.bytes_moved / ceilings["copy_bps"]
+    times = TRAINING_FLOPS if phase == "training" else 1.0
+    parts: list[Part] = []
+    for name, build in (PACKED | UNPACKED).items():
+        flops = int(times * operands.flops(packed=name in PACKED))
+        work = Work(flops, int(times * case.bytes_moved), "bfloat16")
+        parts.append(
+            Part(
+                f"{name}/{phase}",
+                work,
+                partial(_renamed, build, operands, phase),
+                against="" if name in OWN else f"{OURS}/{phase}",
+                note="" if name in PACKED else "rows are not packed",
+                after=lambda candidate: f"wall {wall_us(candidate):.1f} us",
             )
-            result = candidate.start(0)
-            candidate.wait(result)
-            out = result[0] if phase == "training" else result
-            total, row = error_of(problem, out) if packed else (None, None)
-            yield Record(
-                op="flash_attention",
-                sizes=names,
-                backend=f"{candidate.name}/{phase}",
-                rounds_us=rounds[candidate.name],
-                flops=flops,
-                bytes_moved=int(times * case.bytes_moved),
-                floor_us=1e6 * floor_s,
-                total_error=total,
-                row_error=row,
-                note=f"wall {wall_us(candidate):.1f} us",
-            )
+        )
+    expect = partial(_checker, operands, phase)
+    return measure.Problem("flash_attention", named(sizes), parts, expect)
+
+
+def _renamed(build: Build, operands: Problem, phase: Phase) -> Candidate:
+    candidate = build(operands, phase)
+    return replace(candidate, name=f"{candidate.name}/{phase}")

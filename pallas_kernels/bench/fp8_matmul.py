@@ -1,18 +1,20 @@
 """Time and tune the block-scaled product."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import hardware, tuning
-from pallas_kernels.accuracy import TOLERANCES, difference
-from pallas_kernels.bench import peers
-from pallas_kernels.bench.timing import Candidate, Record, interleaved
+from pallas_kernels.accuracy import TOLERANCES, Difference, difference
+from pallas_kernels.bench import dense_peers
+from pallas_kernels.bench.dense_peers import Operands
+from pallas_kernels.bench.measure import Check, Part, Problem, Work, in_threads
+from pallas_kernels.bench.timing import Candidate, Record, compiled_candidate, interleaved, untimed
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
 from pallas_kernels.fp8_matmul import mosaic_gpu, op, reference
 from pallas_kernels.fp8_matmul.cases import FEW_ROWS, make_case
@@ -26,22 +28,20 @@ ROTATION_BYTES = 200_000_000
 MAX_SETS = 24
 CHECKED_ROWS = 128
 NUM_COMPILE_THREADS = 12
+OURS = "mosaic_gpu"
 
 Sizes = tuple[int, int, int]
-PEERS = {
-    "torch_blockwise": peers.torch_blockwise,
-    "torch_bfloat16": peers.torch_bfloat16,
-    "xla_bfloat16": peers.xla_bfloat16,
-}
+# Ends the names of the aligned twins of odd sizes.
+ALIGNED = "_aligned"
+UNSCALED = "no block scales: an easier problem"
 
 
-def make_operands(sizes: Sizes) -> list[tuple[Quantized, Quantized]]:
-    """Quantised operand sets that rotate; every scale block has another magnitude."""
+def make_operands(sizes: Sizes) -> list[Operands]:
+    """Operand sets that rotate; every scale block has another magnitude."""
     m, n, k = sizes
-    num_sets = 2 if m > FEW_ROWS else min(MAX_SETS, -(-ROTATION_BYTES // (n * k)))
 
-    @jax.jit
-    def one(key: jax.Array) -> tuple[Quantized, Quantized]:
+    @untimed
+    def one(key: jax.Array) -> Operands:
         keys = jax.random.split(key, 4)
         found = []
         for index, (rows, format) in enumerate(((m, ACTIVATION), (n, WEIGHT))):
@@ -50,30 +50,43 @@ def make_operands(sizes: Sizes) -> list[tuple[Quantized, Quantized]]:
             spread = jnp.repeat(jnp.repeat(powers, BLOCK, 0), BLOCK, 1)[:rows, :k]
             values = jax.random.normal(keys[2 + index], (rows, k)) * spread
             found.append(quantize(values, format=format))
-        return found[0], found[1]
+        a, b = found
+        return Operands(a, b, a.dequantize(jnp.bfloat16), b.dequantize(jnp.bfloat16))
 
-    return [one(jax.random.key(seed)) for seed in range(max(2, num_sets))]
+    return [jax.block_until_ready(one(jax.random.key(seed))) for seed in range(num_sets(sizes))]
+
+
+def num_sets(sizes: Sizes) -> int:
+    """How many operand sets rotate."""
+    m, n, k = sizes
+    return 2 if m > FEW_ROWS else max(2, min(MAX_SETS, -(-ROTATION_BYTES // (n * k))))
+
+
+def operand_bytes(sizes: Sizes) -> int:
+    """About what `make_operands` and the peers' copies take: one byte and two, copied once."""
+    m, n, k = sizes
+    return num_sets(sizes) * 4 * (m + n) * k + 2 * m * n
 
 
 def ours(
-    operands: Sequence[tuple[Quantized, Quantized]],
+    operands: Sequence[Operands],
     *,
-    name: str = "mosaic_gpu",
+    name: str = OURS,
+    backend: str = OURS,
     table: Table | None = None,
 ) -> Candidate:
-    """The Hopper kernel on operands that are quantised already.
+    """One of our kernels on operands that are quantised already.
 
     A's scales come in K first, as a quantiser in the same program leaves them.
     """
 
     def run(a_values: jax.Array, by_k: jax.Array, b: Quantized) -> jax.Array:
-        a = replace(operands[0][0], values=a_values, scales=by_k.T)
-        return op.fp8_matmul(a, b, backend="mosaic_gpu")
+        a = replace(operands[0].a, values=a_values, scales=by_k.T)
+        return op.fp8_matmul(a, b, backend=backend)
 
-    sets = [(a.values, jnp.asarray(a.scales.T), b) for a, b in operands]
+    sets = [(one.a.values, jnp.asarray(one.a.scales.T), one.b) for one in operands]
     with tuning.override(table or Table(hardware.current().kind)):
-        compiled = jax.jit(run).lower(*sets[0]).compile()
-    return Candidate(name, lambda i: compiled(*sets[i % len(sets)]))
+        return compiled_candidate(name, run, sets)
 
 
 class Expected(NamedTuple):
@@ -83,58 +96,114 @@ class Expected(NamedTuple):
     values: np.ndarray
 
 
-def expect(operands: Sequence[tuple[Quantized, Quantized]]) -> Expected:
+def expect(operands: Sequence[Operands]) -> Expected:
     """The reference on up to 128 rows, spread over M, of the first operand set."""
-    a, b = operands[0]
+    a, b, _, _ = operands[0]
     rows = np.unique(np.linspace(0, a.rows - 1, min(a.rows, CHECKED_ROWS)).astype(np.int64))
-    picked = replace(a, values=a.values[rows], scales=a.scales[rows], rows=len(rows))
-    run = jax.jit(lambda a, b: reference.fp8_matmul(a, b, out_dtype=jnp.float32))
-    return Expected(rows=rows, values=np.asarray(run(picked, b)))
+
+    @untimed
+    def run(a: Quantized, b: Quantized) -> jax.Array:
+        picked = replace(a, values=a.values[rows], scales=a.scales[rows], rows=len(rows))
+        return reference.fp8_matmul(picked, b, out_dtype=jnp.float32)
+
+    return Expected(rows=rows, values=np.asarray(run(a, b)))
 
 
-def error_of(candidate: Candidate, expected: Expected) -> tuple[float, float]:
-    """Total and worst-row difference of a candidate from the reference."""
-    result = candidate.start(0)
-    candidate.wait(result)
+def difference_of(result: Any, expected: Expected) -> Difference:
+    """How far a candidate's result, of JAX or torch, is from the reference."""
     rows = result[expected.rows]
     if isinstance(result, jax.Array):
-        found = np.asarray(rows.astype(jnp.float32))
-    else:
-        found = rows.float().cpu().numpy()
-    measured = difference(found, expected.values)
-    return measured.total, measured.row
+        return difference(np.asarray(rows.astype(jnp.float32)), expected.values)
+    return difference(rows.float().cpu().numpy(), expected.values)
 
 
-def bench(sizes: Sizes, *, ceilings: Mapping[str, float], num_rounds: int = 9) -> Iterator[Record]:
-    """Yield one record for our kernel and one for each peer, interleaved in this process."""
-    m, n, k = sizes
-    case = make_case(m, n, k, hardware=hardware.current())
-    floor_us = 1e6 * max(
-        case.flops / ceilings["float8_flops"], case.bytes_moved / ceilings["copy_bps"]
-    )
-    names = {"M": m, "N": n, "K": k}
-    operands = make_operands(sizes)
-    candidates = [ours(operands)]
-    for name, build in PEERS.items():
-        try:
-            candidates.append(build(operands))
-        except peers.NotCarriedError as error:
-            yield Record(op="fp8_matmul", sizes=names, backend=name, note=f"not carried: {error}")
-    rounds = interleaved(candidates, num_rounds=num_rounds)
+def checker(operands: Sequence[Operands]) -> Check:
+    """Check every backend but those that leave the block scales out."""
     expected = expect(operands)
-    for candidate in candidates:
-        total, row = error_of(candidate, expected)
-        yield Record(
-            op="fp8_matmul",
-            sizes=names,
-            backend=candidate.name,
-            rounds_us=rounds[candidate.name],
-            flops=case.flops,
-            bytes_moved=case.bytes_moved,
-            floor_us=floor_us,
-            total_error=total,
-            row_error=row,
+
+    def check(name: str, result: Any) -> Difference | None:
+        return None if name in UNCHECKED else difference_of(result, expected)
+
+    return check
+
+
+Build = Callable[[Sequence[Operands]], Candidate]
+PEERS: dict[str, Build] = {
+    "torch_blockwise": dense_peers.torch_blockwise,
+    "torch_rowwise": dense_peers.torch_rowwise,
+    "torch_bfloat16": dense_peers.torch_bfloat16,
+    "xla_bfloat16": dense_peers.xla_bfloat16,
+    "xla_float8": dense_peers.xla_float8,
+    "flashinfer_groupwise": dense_peers.flashinfer_groupwise,
+}
+# Peers without the block scales of the problem.
+UNCHECKED = frozenset({"torch_rowwise", "xla_float8"})
+# Autotuning an 8-bit product takes XLA up to 20 s a size: only where the matrix unit is the limit.
+MANY_ROWS_ONLY = frozenset({"xla_float8"})
+
+
+def backends(sizes: Sizes) -> list[str]:
+    """Our special kernels that serve `sizes` here."""
+    case = make_case(*sizes, hardware=hardware.current())
+    named = (b for b in op.OP.all_backends if b.name != "xla")
+    return [backend.name for backend in named if backend.refuses(case) is None]
+
+
+def work_of(sizes: Sizes) -> Work:
+    """FLOPs and bytes of the product at `sizes`."""
+    case = make_case(*sizes, hardware=hardware.current())
+    return Work(case.flops, case.bytes_moved, "float8")
+
+
+def problem(sizes: Sizes) -> Problem:
+    """Our kernels and every peer at one size."""
+    operands = make_operands(sizes)
+    work = work_of(sizes)
+    parts = [
+        Part(name, work, partial(ours, operands, name=name, backend=name))
+        for name in backends(sizes)
+    ]
+    parts += [
+        Part(
+            name,
+            work,
+            partial(build, operands),
+            against=OURS,
+            note=UNSCALED if name in UNCHECKED else "",
         )
+        for name, build in PEERS.items()
+        if sizes[0] > FEW_ROWS or name not in MANY_ROWS_ONLY
+    ]
+    return Problem("fp8_matmul", named(sizes), parts, partial(checker, operands))
+
+
+def odd_problem(pair: tuple[Sizes, Sizes]) -> Problem:
+    """Our kernels at an odd size, and at the next multiple of 64, 8, 128 in the same rounds."""
+    odd, aligned = pair
+    operands, whole = make_operands(odd), make_operands(aligned)
+    parts: list[Part] = []
+    for name in backends(odd):
+        against = f"{name}{ALIGNED}"
+        build = partial(ours, operands, name=name, backend=name)
+        parts.append(Part(name, work_of(odd), build))
+        build = partial(ours, whole, name=against, backend=name)
+        settings = named(aligned)
+        parts.append(Part(against, work_of(aligned), build, against=name, settings=settings))
+
+    def expect_both() -> Check:
+        expected = {False: expect(operands), True: expect(whole)}
+
+        def check(name: str, result: Any) -> Difference:
+            return difference_of(result, expected[name.endswith(ALIGNED)])
+
+        return check
+
+    return Problem("fp8_odd", named(odd), parts, expect_both)
+
+
+def named(sizes: Sizes) -> dict[str, int]:
+    """The sizes under their letters."""
+    return dict(zip("MNK", sizes, strict=True))
 
 
 def tiles_to_try(sizes: Sizes) -> list[Tile | DecodeTile]:
@@ -154,7 +223,9 @@ def tiles_to_try(sizes: Sizes) -> list[Tile | DecodeTile]:
     ]
 
 
-def tune(sizes: Sizes, table: Table, *, num_rounds: int = 3) -> Iterator[tuple[Record, Table]]:
+def tune(
+    sizes: Sizes, table: Table, *, num_rounds: int = 3, num_threads: int = NUM_COMPILE_THREADS
+) -> Iterator[tuple[Record, Table]]:
     """Yield a record for each tile at `sizes`, and the table with the fastest right one so far."""
     key = mosaic_gpu.tuning_key(*sizes)
     operands = make_operands(sizes)
@@ -164,18 +235,19 @@ def tune(sizes: Sizes, table: Table, *, num_rounds: int = 3) -> Iterator[tuple[R
         one = Table(table.device).with_entry("fp8_matmul", key, settings=asdict(tiles[index]))
         return ours(operands, name=str(index), table=one)
 
-    with ThreadPoolExecutor(NUM_COMPILE_THREADS) as pool:
-        candidates = list(pool.map(build, range(len(tiles))))
+    builds = [partial(build, index) for index in range(len(tiles))]
+    candidates = in_threads(builds, num_threads=num_threads)
     rounds = interleaved(candidates, num_rounds=num_rounds, round_s=0.005)
     best = float("inf")
     case = make_case(*sizes, hardware=hardware.current())
-    expected = expect(operands)
+    check = checker(operands)
     for candidate in candidates:
         settings = asdict(tiles[int(candidate.name)])
-        total, row = error_of(candidate, expected)
+        found = check(OURS, candidate.start(0))
+        total, row = (found.total, found.row) if found else (None, None)
         record = Record(
             op="fp8_matmul",
-            sizes=dict(zip("MNK", sizes, strict=True)),
+            sizes=named(sizes),
             backend="mosaic_gpu",
             rounds_us=rounds[candidate.name],
             flops=case.flops,
@@ -184,7 +256,8 @@ def tune(sizes: Sizes, table: Table, *, num_rounds: int = 3) -> Iterator[tuple[R
             row_error=row,
             settings=settings,
         )
-        if record.median_us < best and total < TOLERANCES["fp8_matmul", "bfloat16"].total:
+        right = total is not None and total < TOLERANCES["fp8_matmul", "bfloat16"].total
+        if right and record.median_us < best:
             best = record.median_us
             table = table.with_entry("fp8_matmul", key, settings=settings)
         yield record, table

@@ -2,17 +2,22 @@
 
 import importlib
 import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench.measure import NotCarriedError
 from pallas_kernels.bench.timing import Candidate
-from pallas_kernels.formats import Quantized, round_up
 
-
-class NotCarriedError(RuntimeError):
-    """A peer is not on this machine or refuses the case; the text says why."""
+# Wheels from 0.7 on weigh 100 MB; both kinds hold sources only.
+NO_FLASHINFER = (
+    "flashinfer is not installed (0.6.1: 8 MB of sources, which nvcc compiles at first use)"
+)
+NO_NVCC = "flashinfer compiles its kernels with nvcc at first use, and there is no nvcc"
+NVCC = ("nvcc", "/usr/local/cuda/bin/nvcc")
 
 
 def torch() -> Any:
@@ -29,6 +34,13 @@ def torch() -> Any:
     return module
 
 
+def load() -> None:
+    """Import what there is of other libraries; before threads do, which could see half of one."""
+    for name in ("torch", "flashinfer"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
 def to_torch(array: jax.Array) -> Any:
     """The same memory as a torch tensor; 8-bit floats travel as bytes."""
     module = torch()
@@ -40,63 +52,39 @@ def to_torch(array: jax.Array) -> Any:
     return module.from_dlpack(as_bytes).view(getattr(module, names[array.dtype.name]))
 
 
-def torch_blockwise(operands: list[tuple[Quantized, Quantized]]) -> Candidate:
-    """Torch's product of 1x128 by 128x128 scales: the same problem as ours (cuBLASLt).
+def torch_candidate(name: str, start: Callable[[int], Any], operands: Sequence[Any]) -> Candidate:
+    """A candidate of torch's, with the memory of its tensors and what its allocator gives.
 
-    Raises:
-        NotCarriedError: if torch is missing or too old.
+    Args:
+        operands: the tensors that one call reads.
     """
     module = torch()
-    functional = importlib.import_module("torch.nn.functional")
-    if not hasattr(functional, "scaled_mm"):
-        raise NotCarriedError(f"torch {module.__version__} has no scaled_mm")
-    kinds = functional.ScalingType
-    sets = []
-    for a, b in operands:
-        k_blocks = b.scales.shape[1]
-        padded = jnp.pad(b.scales, ((0, 0), (0, round_up(k_blocks, 4) - k_blocks)))
-        # Columns of A's scales are contiguous, rows of B's start on 16 bytes: cuBLASLt's rule.
-        a_scales = to_torch(jnp.asarray(a.scales.T)).t()
-        b_scales = to_torch(padded)[:, :k_blocks].t()
-        sets.append((to_torch(a.values), to_torch(b.values[: b.rows]).t(), a_scales, b_scales))
+    module.cuda.synchronize()
 
-    def start(index: int) -> Any:
-        a, b, a_scales, b_scales = sets[index % len(sets)]
-        return functional.scaled_mm(
-            a,
-            b,
-            a_scales,
-            kinds.BlockWise1x128,
-            b_scales,
-            kinds.BlockWise128x128,
-            output_dtype=module.bfloat16,
-        )
+    def memory_bytes() -> int:
+        module.cuda.synchronize()
+        before = module.cuda.memory_allocated()
+        module.cuda.reset_peak_memory_stats()
+        start(0)
+        module.cuda.synchronize()
+        given = module.cuda.max_memory_allocated() - before
+        return sum(x.nbytes for x in operands) + given
 
-    return Candidate("torch_blockwise", start, lambda result: module.cuda.synchronize())
+    return Candidate(name, start, lambda result: module.cuda.synchronize(), memory_bytes)
 
 
-def torch_bfloat16(operands: list[tuple[Quantized, Quantized]]) -> Candidate:
-    """Torch's bfloat16 product of the same sizes.
+def flashinfer(module: str, name: str) -> Any:
+    """Return what is called `name` in a module of FlashInfer's.
 
     Raises:
-        NotCarriedError: if torch is missing.
+        NotCarriedError: if it is not installed, cannot compile its kernels here or has no `name`.
     """
-    module = torch()
-    sets = [
-        (to_torch(a.dequantize(jnp.bfloat16)), to_torch(b.dequantize(jnp.bfloat16)).t())
-        for a, b in operands
-    ]
-
-    def start(index: int) -> Any:
-        a, b = sets[index % len(sets)]
-        return module.mm(a, b)
-
-    return Candidate("torch_bfloat16", start, lambda result: module.cuda.synchronize())
-
-
-def xla_bfloat16(operands: list[tuple[Quantized, Quantized]]) -> Candidate:
-    """XLA's bfloat16 product of the same sizes."""
-    sets = [(a.dequantize(jnp.bfloat16), b.dequantize(jnp.bfloat16)) for a, b in operands]
-    dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ()))))
-    compiled = dot.lower(*sets[0]).compile()
-    return Candidate("xla_bfloat16", lambda i: compiled(*sets[i % len(sets)]))
+    if importlib.util.find_spec("flashinfer") is None:
+        raise NotCarriedError(NO_FLASHINFER)
+    if not any(shutil.which(path) for path in NVCC):
+        raise NotCarriedError(NO_NVCC)
+    torch()
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise NotCarriedError(f"this flashinfer has no {name}")
+    return found

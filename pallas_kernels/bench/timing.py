@@ -1,18 +1,17 @@
 """Interleaved timing of candidates, and the records that it yields."""
 
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
-from pallas_kernels import mosaic
+from pallas_kernels.bench import clock
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "flashinfer-python", "triton")
+MAX_CALLS = 400
 
 
 @dataclass(frozen=True)
@@ -22,11 +21,46 @@ class Candidate:
     Attributes:
         start: starts call number i on operand set i modulo the number of sets; does not wait.
         wait: returns when what it is given, the result of `start`, is done.
+        memory_bytes: finds the device memory of one call: operands, results and scratch; may run
+            it. None if there is no knowing.
     """
 
     name: str
     start: Callable[[int], Any]
     wait: Callable[[Any], object] = jax.block_until_ready
+    memory_bytes: Callable[[], int | None] = lambda: None
+
+
+def untimed[**P, T](run: Callable[P, T]) -> Callable[P, T]:
+    """`run` compiled without autotuning, which takes seconds a product: for what is not timed."""
+    # Options of XLA's GPU compiler; a CPU's takes and ignores them.
+    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    return jax.jit(run, compiler_options=options)
+
+
+def compiled_candidate(
+    name: str, run: Callable[..., Any], operand_sets: Sequence[tuple[Any, ...]]
+) -> Candidate:
+    """Compile `run` and return it as a candidate that goes through `operand_sets` in turn."""
+    compiled = jax.jit(run).lower(*operand_sets[0]).compile()
+    return Candidate(
+        name,
+        lambda index: compiled(*operand_sets[index % len(operand_sets)]),
+        memory_bytes=lambda: program_bytes(compiled),
+    )
+
+
+def program_bytes(compiled: Compiled) -> int | None:
+    """Bytes of arguments, results and scratch, as the compiler counts them; None if it does not."""
+    counted = compiled.memory_analysis()
+    if counted is None:
+        return None
+    return (
+        counted.argument_size_in_bytes
+        + counted.output_size_in_bytes
+        + counted.temp_size_in_bytes
+        - counted.alias_size_in_bytes
+    )
 
 
 @dataclass(frozen=True)
@@ -35,9 +69,14 @@ class Record:
 
     Attributes:
         rounds_us: kernel time of one call in each interleaved round, microseconds.
+        against: of a peer, the backend of ours that solves its problem; empty for our own.
         floor_us: the time below which the machine's measured ceilings do not allow to go.
         row_error: worst row's cosine difference from the reference; None if not checked.
-        note: why there is no number, where there is none.
+        memory_bytes: device memory of one call. Of a JAX program what its compiler counts:
+            arguments, results and scratch; of torch the operands and the most that its allocator
+            gave during a call.
+        power_w: what the card drew while this ran alone, watts.
+        note: why there is no number, where there is none; else what is special about it.
     """
 
     op: str
@@ -49,6 +88,9 @@ class Record:
     floor_us: float = 0.0
     total_error: float | None = None
     row_error: float | None = None
+    against: str = ""
+    memory_bytes: int | None = None
+    power_w: float | None = None
     settings: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
 
@@ -85,42 +127,69 @@ class Record:
         plain = asdict(self)
         return {**plain, "sizes": dict(self.sizes), "settings": dict(self.settings), **known}
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Record":
+        """Read what `as_json` wrote; derived figures are left out.
+
+        Raises:
+            ValueError: if a field is missing or of another type.
+        """
+        try:
+            known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+            known["rounds_us"] = tuple(float(us) for us in known.get("rounds_us", ()))
+            return cls(**known)
+        except TypeError as error:
+            raise ValueError(f"not a record: {error}") from error
+
 
 def interleaved(
-    candidates: Sequence[Candidate], *, num_rounds: int = 9, round_s: float = 0.02
+    candidates: Sequence[Candidate],
+    *,
+    num_rounds: int = 9,
+    round_s: float = 0.02,
+    settle_s: float = 0.0,
 ) -> dict[str, tuple[float, ...]]:
     """Return microseconds of kernel time a call of each candidate, for each round.
 
-    Every round times every candidate, so that clock and temperature are the same for all; a
-    round lasts `round_s` seconds for each.
+    Every round times every candidate, in an order of its own: a candidate that always followed a
+    power-hungry one would always find the clocks that the other had left.
+
+    Args:
+        round_s: seconds of one candidate's kernels in a round.
+        settle_s: seconds for which it runs untimed before, so that the clocks are those which its
+            own power allows.
     """
-    num_calls: dict[str, int] = {}
+    num_calls: dict[str, tuple[int, int]] = {}
     for candidate in candidates:
-        first = _round_us(candidate, 3)
-        num_calls[candidate.name] = int(min(max(round_s * 1e6 / max(first, 0.1), 3), 400))
+        first = max(_round_us(candidate, 3, num_before=1), 0.1)
+        timed, before = (
+            int(min(max(seconds * 1e6 / first, least), MAX_CALLS))
+            for seconds, least in ((round_s, 3), (settle_s, 1))
+        )
+        num_calls[candidate.name] = timed, before
     rounds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for index in range(num_rounds):
-        # Another order each round: the one after a memory-bound candidate finds a cooler chip.
-        shift = index % len(candidates)
-        for candidate in (*candidates[shift:], *candidates[:shift]):
-            rounds[candidate.name].append(_round_us(candidate, num_calls[candidate.name]))
+        for place in np.random.default_rng(index).permutation(len(candidates)):
+            candidate = candidates[place]
+            timed, before = num_calls[candidate.name]
+            rounds[candidate.name].append(_round_us(candidate, timed, num_before=before))
     return {name: tuple(times) for name, times in rounds.items()}
 
 
-def _round_us(candidate: Candidate, num_calls: int) -> float:
-    def run() -> None:
+def _round_us(candidate: Candidate, num_calls: int, *, num_before: int) -> float:
+    def run(count: int = num_calls) -> None:
         result = None
-        for index in range(num_calls):
+        for index in range(count):
             result = candidate.start(index)
         candidate.wait(result)
 
-    candidate.wait(candidate.start(0))
-    return mosaic.kernel_seconds(run) * 1e6 / num_calls
+    run(num_before)
+    return clock.kernel_seconds(run) * 1e6 / num_calls
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster one candidate is, with a 95 % interval over the rounds."""
+    """A median, of ratios or of times, with its 95 % interval over the rounds."""
 
     median: float
     low: float
@@ -145,45 +214,15 @@ def paired_ratio(
     return Ratio(median=float(np.median(ratios)), low=float(low), high=float(high))
 
 
+def median_interval(rounds: Sequence[float]) -> Ratio:
+    """Return the median of `rounds` with its bootstrap 95 % interval.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    return paired_ratio(rounds, [1.0] * len(rounds))
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Return the geometric mean of positive numbers."""
     return float(np.exp(np.mean(np.log(np.asarray(values, np.float64)))))
-
-
-def versions() -> Mapping[str, str]:
-    """Versions of what a measurement depends on; packages that are absent are left out."""
-    found = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def ceilings() -> Mapping[str, float]:
-    """Return what the machine does now: bytes/s of a copy, FLOP/s of bfloat16 and 8-bit products.
-
-    Measured with XLA in this process: a share of the datasheet says less than a share of what
-    this card reaches under its own power limit.
-    """
-    keys = jax.random.split(jax.random.key(0), 2)
-    big = jax.random.normal(keys[0], (1 << 29,), jax.numpy.float32)
-    copy = jax.jit(lambda x: x + 1.0).lower(big).compile()
-    seconds = min(interleaved([Candidate("copy", lambda i: copy(big))], num_rounds=3)["copy"])
-    found = {"copy_bps": 2 * big.nbytes / (seconds * 1e-6)}
-    big.delete()
-    for name, dtype in (
-        ("bfloat16_flops", jax.numpy.bfloat16),
-        ("float8_flops", jax.numpy.float8_e4m3fn),
-    ):
-        x = jax.random.normal(keys[1], (8192, 8192), jax.numpy.bfloat16).astype(dtype)
-        dot = jax.jit(
-            lambda x: jax.lax.dot_general(
-                x, x, (((1,), (1,)), ((), ())), preferred_element_type=jax.numpy.bfloat16
-            )
-        )
-        compiled = dot.lower(x).compile()
-        times = interleaved([Candidate(name, lambda i, c=compiled, x=x: c(x))], num_rounds=3)
-        found[name] = 2 * 8192**3 / (min(times[name]) * 1e-6)
-    return found

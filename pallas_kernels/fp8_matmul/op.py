@@ -20,7 +20,7 @@ from pallas_kernels.formats import (
     check_quantized,
     check_same_scale_kind,
 )
-from pallas_kernels.fp8_matmul import mosaic_gpu, reference, xla
+from pallas_kernels.fp8_matmul import jax_triton, mosaic_gpu, reference, xla
 from pallas_kernels.fp8_matmul.cases import MatmulCase, OutDtype, make_case
 from pallas_kernels.registry import Backend, KernelOp
 
@@ -99,6 +99,7 @@ OP: KernelOp[MatmulCase] = KernelOp(
     reference=reference.fp8_matmul,
     backends=(
         Backend(name="mosaic_gpu", refuses=mosaic_gpu.refuses, run=mosaic_gpu.run),
+        Backend(name="jax_triton", refuses=jax_triton.refuses, run=jax_triton.run),
         Backend(name="xla", refuses=xla.refuses, run=xla.run),
     ),
     make_case=make_case,

@@ -11,14 +11,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels import hardware
-from pallas_kernels.mla_decode import fp8_cache, mosaic_gpu, reference, xla
+from pallas_kernels.mla_decode import (
+    fp8_cache,
+    jax_triton,
+    mosaic_gpu,
+    mosaic_packed,
+    reference,
+    xla,
+)
 from pallas_kernels.mla_decode.cases import MlaCase, make_case
 from pallas_kernels.mla_decode.reference import Decoded
 from pallas_kernels.registry import Backend, KernelOp
 
 # Tokens of one part of a sequence. A constant, so that a row's result does not depend on the
 # batch it is in; a multiple of the page.
-SPLIT_LEN = 4096
+SPLIT_LEN = 2048
 
 
 def mla_decode(
@@ -98,6 +105,8 @@ OP: KernelOp[MlaCase] = KernelOp(
     reference=reference.mla_decode,
     backends=(
         Backend(name="mosaic_gpu", refuses=mosaic_gpu.refuses, run=mosaic_gpu.run),
+        Backend(name="mosaic_gpu_packed", refuses=mosaic_packed.refuses, run=mosaic_packed.run),
+        Backend(name="jax_triton", refuses=jax_triton.refuses, run=jax_triton.run),
         Backend(name="xla", refuses=xla.refuses, run=xla.run),
     ),
     make_case=make_case,

@@ -1,0 +1,537 @@
+"""MLA decode on Hopper over the packed 8-bit cache: pages become bfloat16 in shared memory.
+
+A block takes 64 query rows and one part of the sequence, as the bfloat16 kernel does, and a page
+goes through it the same way. What differs is who brings it: wgmma wants both operands in
+bfloat16, so one warpgroup copies the packed bytes in, multiplies them by their scales in float32
+and rounds once. A quarter of a page moves on its own: while one is unpacked, the next is on its
+way, and the products of the page before still run.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
+
+from pallas_kernels import mosaic, sharded
+from pallas_kernels.formats import BLOCK
+from pallas_kernels.mla_decode import fp8_cache, mosaic_combine
+from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, MlaCase
+from pallas_kernels.mla_decode.reference import Decoded
+
+ROWS = mosaic.WARPGROUP_ROWS
+# A page is copied, unpacked, scored and released in the chunks that have one scale a token.
+CHUNK = BLOCK
+NUM_CHUNKS = LATENT // CHUNK
+# Chunks, and channels, of one accumulating warpgroup.
+OWN_CHUNKS = NUM_CHUNKS // 2
+OWN = OWN_CHUNKS * CHUNK
+# Unpacked pages in flight: one is scored or accumulated while the other is unpacked.
+NUM_SLOTS = 2
+# Chunks of the queries that stay in the scoring warpgroup's registers: two unpacked pages and the
+# bytes of a third leave room for half of the queries, and wgmma reads registers for free.
+HELD_CHUNKS = 2
+# Registers of an accumulating, the scoring and the unpacking warpgroup: at most 512 a lane group.
+ACCUMULATE_REGISTERS, SCORE_REGISTERS, UNPACK_REGISTERS = 160, 160, 32
+# Rows of the factors: one for each slot's fading factors, the final norm and log sum, slots' flags.
+NORM, LSE, FLAGS = NUM_SLOTS, NUM_SLOTS + 1, NUM_SLOTS + 2
+# How far scores may exceed the maximum they are relative to, as in the bfloat16 kernel.
+SLACK = 8.0
+# Below every score; finite, because the difference of two infinities is NaN.
+FAR_BELOW = -1e30
+LOG2_E = math.log2(math.e)
+F8 = jnp.float8_e4m3fn
+# Tokens that are unpacked at once: all of a chunk would not fit the warpgroup's registers.
+PIECE = 32
+# How the threads share a piece: four neighbours take one token, so a thread needs one scale, and 8
+# channels at a time, 8 bytes in and 16 out. The order of tokens keeps both free of bank conflicts.
+LATENTS = mosaic.plgpu.Layout.TILED(
+    mosaic.plgpu.Tiling(((PIECE, 32), (8, 32), (4, 32), (2, 32), (8,))),
+    warp_dims=(-9,),
+    lane_dims=(-3, -5, -7, -2),
+    vector_dim=-1,
+)
+# The same for rope channels, which are only moved.
+ROPES = mosaic.plgpu.Layout.TILED(
+    mosaic.plgpu.Tiling(((16, ROPE), (4, ROPE), (8,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+
+
+def refuses(case: MlaCase) -> str | None:
+    """Why the case is not for this kernel; None if it is."""
+    sizes = {"latent": (case.latent, LATENT), "rope": (case.rope, ROPE), "page": (case.page, PAGE)}
+    for name, (have, want) in sizes.items():
+        if have != want:
+            return f"{name}={have}; this kernel is written for {name}={want}"
+    if case.cache_dtype != "uint8":
+        return f"the cache is {case.cache_dtype}; this kernel reads packed bytes"
+    return mosaic.refuses(case.hardware) or sharded.refuses_mesh()
+
+
+class _Refs(NamedTuple):
+    q: Any
+    latents: Any
+    scales: Any
+    ropes: Any
+    block_table: Any
+    lengths: Any
+    out: Any
+    lse: Any
+    q_chunks: Any
+    packed_latents: Any
+    packed_scales: Any
+    packed_ropes: Any
+    pages: Any
+    page_ropes: Any
+    weights: Any
+    factors: Any
+    latents_in: Any
+    scales_in: Any
+    ropes_in: Any
+    full: Any
+    full_rope: Any
+    empty: Any
+    weights_full: Any
+    q_full: Any
+    finished: Any
+    q_rope: Any = None
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """Static sizes of one launch; its methods are the roles of the warpgroups."""
+
+    batch: int
+    num_rows: int
+    num_heads: int
+    num_queries: int
+    pages_per_split: int
+    num_splits: int
+    sm_scale: float
+
+    def part(self, refs: _Refs) -> tuple[Any, Any]:
+        """Tokens of the sequence from this block's part on, and pages of the part."""
+        first = lax.axis_index("split") * (self.pages_per_split * PAGE)
+        num_tokens = refs.lengths[lax.axis_index("sequence")] - first
+        num_pages = lax.div(jnp.maximum(num_tokens, 0) + PAGE - 1, jnp.int32(PAGE))
+        return num_tokens, jnp.minimum(num_pages, self.pages_per_split)
+
+    def rows(self) -> Any:
+        """The query rows of this block."""
+        return pl.ds(lax.axis_index("rows") * ROWS, ROWS)
+
+    def unpack(self, refs: _Refs) -> None:
+        """The unpacking warpgroup: copies packed pages in and turns them into bfloat16."""
+        mosaic.set_max_registers(UNPACK_REGISTERS, action="decrease")
+        num_tokens, num_pages = self.part(refs)
+
+        @pl.when(num_pages > 0)
+        def _() -> None:
+            place = self.place(refs, jnp.int32(0))
+            fetch_scales(refs, place, jnp.int32(0))
+            for chunk in range(NUM_CHUNKS):
+                fetch_latents(refs, place, chunk)
+            fetch_rope(refs, place)
+
+        page = partial(self.unpack_page, refs, num_pages)
+        num_whole = jnp.minimum(lax.div(jnp.maximum(num_tokens, 0), jnp.int32(PAGE)), num_pages)
+        lax.fori_loop(0, num_whole, lambda step, _: page(step), None)
+        lax.fori_loop(
+            num_whole,
+            num_pages,
+            lambda step, _: page(step, num_alive=num_tokens - step * PAGE),
+            None,
+        )
+        for behind in range(NUM_SLOTS):
+            for chunk in range(NUM_CHUNKS):
+                self.wait_chunk(refs, num_pages + behind, chunk)
+
+    def place(self, refs: _Refs, step: Any) -> Any:
+        """Where in the cache page number `step` of this block's part is."""
+        index = lax.axis_index("split") * self.pages_per_split + step
+        return refs.block_table[lax.axis_index("sequence"), index]
+
+    def unpack_page(self, refs: _Refs, num_pages: Any, step: Any, *, num_alive: Any = None) -> None:
+        """Unpack one page chunk by chunk, and start the copy of the next one behind it."""
+        slot = lax.rem(step, jnp.int32(NUM_SLOTS))
+        more = step + 1 < num_pages
+        # Read long before it is needed: it comes from device memory.
+        next_place = self.place(refs, jnp.minimum(step + 1, num_pages - 1))
+
+        @pl.when(more)
+        def _() -> None:
+            fetch_scales(refs, next_place, 1 - slot)
+
+        mosaic.wait(refs.scales_in.at[slot])
+        for chunk in range(NUM_CHUNKS):
+            mosaic.wait(refs.latents_in.at[chunk])
+            self.wait_chunk(refs, step, chunk)
+            for at in range(0, PAGE, PIECE):
+                piece = pl.ds(at, PIECE)
+                source = refs.packed_latents.at[chunk, piece]
+                scales = refs.packed_scales.at[slot, piece].T
+                scales = mosaic.load(scales, layout=LATENTS.reduce(1))[chunk]
+                alive = None if num_alive is None else num_alive - at
+                refs.pages[slot, chunk, piece] = dequantise(source, scales, alive)
+            # All threads have read the bytes, and wgmma may read the values.
+            mosaic.commit()
+            mosaic.arrive(refs.full.at[NUM_CHUNKS * slot + chunk])
+
+            @pl.when(more)
+            def _(chunk: int = chunk) -> None:
+                fetch_latents(refs, next_place, chunk)
+
+        mosaic.wait(refs.ropes_in)
+        rope = mosaic.load(refs.packed_ropes, layout=ROPES)
+        self.wait_scored(refs, step)
+        refs.page_ropes[...] = rope
+        mosaic.commit()
+        mosaic.arrive(refs.full_rope)
+
+        @pl.when(more)
+        def _() -> None:
+            fetch_rope(refs, next_place)
+
+    def wait_chunk(self, refs: _Refs, step: Any, chunk: int) -> None:
+        """Return once the slot that a chunk of `step` will take is read to the end."""
+
+        @pl.when(step >= NUM_SLOTS)
+        def _() -> None:
+            slot = lax.rem(step, jnp.int32(NUM_SLOTS))
+            mosaic.wait(refs.empty.at[NUM_CHUNKS * slot + chunk])
+
+    def wait_scored(self, refs: _Refs, step: Any) -> None:
+        """Return once the page before `step` is scored, so that its rope channels are free."""
+
+        @pl.when(step >= 1)
+        def _() -> None:
+            mosaic.wait(refs.weights_full.at[lax.rem(step + 1, jnp.int32(NUM_SLOTS))])
+
+    def score(self, refs: _Refs) -> None:
+        """The scoring warpgroup: scores, running maximum and weights of each page."""
+        mosaic.set_max_registers(SCORE_REGISTERS, action="increase")
+        queries = self.load_queries(refs)
+        num_tokens, num_pages = self.part(refs)
+        # Pages that every query token sees to the end need no mask.
+        seen_by_all = jnp.maximum(num_tokens - self.num_queries + 1, 0)
+        num_unmasked = jnp.minimum(lax.div(seen_by_all, jnp.int32(PAGE)), num_pages)
+        carry = (mosaic.per_row(FAR_BELOW), mosaic.per_row(0.0))
+        page = partial(self.score_page, refs, queries)
+        carry = lax.fori_loop(0, num_unmasked, page, carry)
+        masked = partial(page, num_seen=self.num_seen(num_tokens))
+        largest, mass = lax.fori_loop(num_unmasked, num_pages, masked, carry)
+
+        some = jnp.maximum(mass, 1e-30)
+        refs.factors[NORM] = 1.0 / some
+        refs.factors[LSE] = jnp.where(mass > 0, largest + jnp.log(some) * LOG2_E, FAR_BELOW)
+        mosaic.commit()
+        mosaic.arrive(refs.finished)
+
+    def load_queries(self, refs: _Refs) -> tuple[Any, ...]:
+        """Bring the queries in; return wgmma's left operands: chunks, then rope channels."""
+        q = refs.q.at[lax.axis_index("sequence"), self.rows()]
+        held = NUM_CHUNKS - refs.q_chunks.shape[0]
+        for chunk in range(held, NUM_CHUNKS):
+            columns = q.at[:, pl.ds(chunk * CHUNK, CHUNK)]
+            mosaic.copy_in(columns, refs.q_chunks.at[chunk - held], refs.q_full)
+        if refs.q_rope is not None:
+            mosaic.copy_in(q.at[:, pl.ds(LATENT, ROPE)], refs.q_rope, refs.q_full)
+        load = partial(mosaic.load, layout=mosaic.ACCUMULATOR, optimized=False)
+        registers = [load(q.at[:, pl.ds(chunk * CHUNK, CHUNK)]) for chunk in range(held)]
+        rope = load(q.at[:, pl.ds(LATENT, ROPE)]) if refs.q_rope is None else refs.q_rope
+        mosaic.wait(refs.q_full)
+        shared = [refs.q_chunks.at[stage] for stage in range(NUM_CHUNKS - held)]
+        return (*registers, *shared, rope)
+
+    def num_seen(self, num_tokens: Any) -> Any:
+        """Of these tokens, how many each row sees; rows are query token by query token."""
+        if self.num_queries == 1:
+            return num_tokens
+        row = mosaic.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mosaic.PER_ROW)
+        row = row + lax.axis_index("rows") * ROWS
+        num_seen = lax.div(row, jnp.int32(self.num_heads)) + num_tokens - self.num_queries + 1
+        # Rows that pad the block count as later queries; there is nothing behind the last token.
+        num_seen = jnp.minimum(num_seen, num_tokens)
+        return lax.broadcast_in_dim(num_seen, (ROWS, PAGE), [0])
+
+    def score_page(
+        self, refs: _Refs, queries: Any, step: Any, carry: Any, num_seen: Any = None
+    ) -> Any:
+        """Score one page, publish its weights and the factor that fades the older sum."""
+        largest, mass = carry
+        slot = lax.rem(step, jnp.int32(NUM_SLOTS))
+        shape = (ROWS, PAGE)
+
+        def issue(acc: Any) -> None:
+            for chunk in range(NUM_CHUNKS):
+                mosaic.wait(refs.full.at[NUM_CHUNKS * slot + chunk])
+                mosaic.wgmma(acc, queries[chunk], refs.pages.at[slot, chunk].T)
+            mosaic.wait(refs.full_rope)
+            mosaic.wgmma(acc, queries[NUM_CHUNKS], refs.page_ropes.T)
+
+        scores = mosaic.multiply(shape, issue)
+        if num_seen is not None:
+            token = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.ACCUMULATOR)
+            scores = jnp.where(token + step * PAGE < num_seen, scores, FAR_BELOW)
+        scale = self.sm_scale * LOG2_E
+        page_largest = scores.max(axis=1) * scale
+        new_largest = jnp.where(page_largest > largest + SLACK, page_largest, largest)
+        refs.factors[FLAGS, slot] = jnp.max(new_largest - largest)
+        fade = jnp.exp2(largest - new_largest)
+        weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_largest, shape, [0]))
+        if num_seen is not None:
+            # A row that sees nothing yet has a maximum as far below as its scores.
+            weights = jnp.where(scores > FAR_BELOW / 2, weights, 0.0)
+        refs.factors[slot] = fade
+        self.wait_weights(refs, step)
+        refs.weights[...] = weights.astype(jnp.bfloat16)
+        mosaic.commit()
+        mosaic.arrive(refs.weights_full.at[slot])
+        return new_largest, mass * fade + weights.sum(axis=1)
+
+    def wait_weights(self, refs: _Refs, step: Any) -> None:
+        """Return once both accumulating warpgroups have read the weights of the page before."""
+
+        @pl.when(step >= 1)
+        def _() -> None:
+            base = NUM_CHUNKS * lax.rem(step + 1, jnp.int32(NUM_SLOTS))
+            for half in range(2):
+                mosaic.wait(refs.empty.at[base + OWN_CHUNKS * half + OWN_CHUNKS - 1])
+
+    def accumulate(self, refs: _Refs, half: Any) -> None:
+        """An accumulating warpgroup: weights times its half of each page's channels."""
+        mosaic.set_max_registers(ACCUMULATE_REGISTERS, action="increase")
+        _, num_pages = self.part(refs)
+
+        def page(step: Any, total: Any) -> Any:
+            slot = lax.rem(step, jnp.int32(NUM_SLOTS))
+            base = NUM_CHUNKS * slot + OWN_CHUNKS * half
+            # Whoever has weights of a page has waited for all of it.
+            mosaic.wait(refs.weights_full.at[slot])
+            total = lax.cond(
+                refs.factors[FLAGS, slot] > 0,
+                lambda total: total * self.per_row(refs, slot),
+                lambda total: total,
+                total,
+            )
+
+            def issue(acc: Any) -> None:
+                for chunk in range(OWN_CHUNKS):
+                    values = refs.pages.at[slot, OWN_CHUNKS * half + chunk]
+                    columns = acc.at[:, pl.ds(chunk * CHUNK, CHUNK)]
+                    mosaic.wgmma(columns, refs.weights, values)
+                for chunk in range(OWN_CHUNKS):
+                    mosaic.wgmma_wait(OWN_CHUNKS - 1 - chunk)
+                    mosaic.arrive(refs.empty.at[base + chunk])
+
+            return mosaic.add_products(total, issue)
+
+        total = lax.fori_loop(0, num_pages, page, mosaic.zeros((ROWS, OWN)))
+        mosaic.wait(refs.finished)
+        total = (total * self.per_row(refs, NORM)).astype(jnp.bfloat16)
+        # Nobody reads or writes this half of a slot any more.
+        stages = [refs.pages.at[0, OWN_CHUNKS * half + chunk] for chunk in range(OWN_CHUNKS)]
+        for chunk, stage in enumerate(stages):
+            stage[...] = total[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+        mosaic.commit()
+        split, sequence = lax.axis_index("split"), lax.axis_index("sequence")
+        out = refs.out.at[split, sequence, self.rows()]
+
+        @pl.when(half == 0)
+        def _() -> None:
+            mosaic.copy_out(refs.factors.at[LSE], refs.lse.at[split, sequence, self.rows()])
+
+        # Nobody reads a part behind the end, the first one excepted.
+        @pl.when((num_pages > 0) | (split == 0))
+        def _() -> None:
+            for chunk, stage in enumerate(stages):
+                column = (OWN_CHUNKS * half + chunk) * CHUNK
+                mosaic.copy_out(stage, out.at[:, pl.ds(column, CHUNK)])
+
+        mosaic.wait_copy_out(0)
+
+    def per_row(self, refs: _Refs, row: Any) -> jax.Array:
+        """A row of the factors, broadcast to what one accumulating warpgroup holds."""
+        values = mosaic.load(refs.factors.at[row], layout=mosaic.PER_ROW)
+        return lax.broadcast_in_dim(values, (ROWS, OWN), [0])
+
+
+def fetch_latents(refs: _Refs, place: Any, chunk: int) -> None:
+    """Start the copy of one chunk of a page's bytes."""
+    source = refs.latents.at[place, :, pl.ds(chunk * CHUNK, CHUNK)]
+    mosaic.copy_in(source, refs.packed_latents.at[chunk], refs.latents_in.at[chunk])
+
+
+def fetch_scales(refs: _Refs, place: Any, slot: Any) -> None:
+    """Start the copy of a page's scales."""
+    source = refs.scales.at[place, :, pl.ds(LATENT // 4, NUM_CHUNKS)]
+    mosaic.copy_in(source, refs.packed_scales.at[slot], refs.scales_in.at[slot])
+
+
+def fetch_rope(refs: _Refs, place: Any) -> None:
+    """Start the copy of a page's rope channels."""
+    source = refs.ropes.at[place, :, pl.ds((LATENT + fp8_cache.SCALE_BYTES) // 2, ROPE)]
+    mosaic.copy_in(source, refs.packed_ropes, refs.ropes_in)
+
+
+def dequantise(source: Any, scales: Any, num_alive: Any) -> Any:
+    """Bytes of some tokens times their scales, rounded once; zeros behind the last token.
+
+    There, zero weight times NaN would be NaN.
+    """
+    shape = source.shape
+    values = mosaic.load(source, layout=LATENTS).astype(jnp.float32)
+    scales = lax.broadcast_in_dim(scales, shape, [0])
+    if num_alive is not None:
+        token = mosaic.broadcasted_iota(jnp.int32, shape, 0, layout=LATENTS)
+        values = jnp.where(token < num_alive, values, 0.0)
+        scales = jnp.where(token < num_alive, scales, 0.0)
+    return (values * scales).astype(jnp.bfloat16)
+
+
+def _body(decode: _Decode, names: tuple[str, ...], *refs: Any) -> None:
+    """The kernel: two warpgroups accumulate, the third scores, the last unpacks."""
+    memory = _Refs(**dict(zip(names, refs, strict=True)))
+    role = lax.axis_index("warpgroup")
+    # One chain of conditions: the compiler then sees that the roles exclude each other.
+    lax.cond(
+        role < 2,
+        lambda: decode.accumulate(memory, role),
+        lambda: lax.cond(role == 2, lambda: decode.score(memory), lambda: decode.unpack(memory)),
+    )
+
+
+def _bytes_of_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory for rows of 128 bytes that no wgmma reads.
+
+    Rows of the cache are no multiple of a wgmma pattern, so none can be cut out of them.
+    """
+    swizzle = mosaic.plgpu.SwizzleTransform(mosaic.SWIZZLE_BYTES)
+    return mosaic.plgpu.SMEM(shape, dtype, transforms=(swizzle,))
+
+
+def _scratch() -> dict[str, object]:
+    """Shared memory of one block, by the field of `_Refs` that holds it."""
+    bf16 = jnp.bfloat16
+    # The interpreter knows no left operands in registers.
+    in_registers = 0 if mosaic.is_interpreting() else HELD_CHUNKS
+    num_q_chunks = NUM_CHUNKS - in_registers
+    memory: dict[str, object] = {
+        "q_chunks": mosaic.shared((num_q_chunks, ROWS, CHUNK), bf16),
+        "packed_latents": _bytes_of_rows((NUM_CHUNKS, PAGE, CHUNK), F8),
+        "packed_scales": mosaic.shared((NUM_SLOTS, PAGE, NUM_CHUNKS), jnp.float32, matrix=False),
+        "packed_ropes": _bytes_of_rows((PAGE, ROPE), bf16),
+        "pages": mosaic.shared((NUM_SLOTS, NUM_CHUNKS, PAGE, CHUNK), bf16),
+        "page_ropes": mosaic.shared((PAGE, ROPE), bf16),
+        "weights": mosaic.shared((ROWS, PAGE), bf16),
+        "factors": mosaic.shared((NUM_SLOTS + 3, ROWS), jnp.float32, matrix=False),
+        "latents_in": mosaic.Barrier(num_barriers=NUM_CHUNKS),
+        "scales_in": mosaic.Barrier(num_barriers=NUM_SLOTS),
+        "ropes_in": mosaic.Barrier(),
+        "full": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
+        "full_rope": mosaic.Barrier(),
+        "empty": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
+        "weights_full": mosaic.Barrier(num_barriers=NUM_SLOTS),
+        "q_full": mosaic.Barrier(num_arrivals=num_q_chunks + (1 if not in_registers else 0)),
+        "finished": mosaic.Barrier(),
+    }
+    if mosaic.is_interpreting():
+        memory["q_rope"] = mosaic.shared((ROWS, ROPE), bf16)
+    return memory
+
+
+def run(
+    q: Float[Array, "batch queries heads width"],
+    cache: UInt8[Array, "pages page token_bytes"],
+    block_table: Int[Array, "batch max_pages"],
+    lengths: Int[Array, " batch"],
+    *,
+    case: MlaCase,
+    sm_scale: float,
+    split_len: int | None,
+) -> Decoded:
+    """Return the op's result; sequences and heads may be sharded."""
+    call = partial(_attend, case=case, sm_scale=sm_scale, split_len=split_len)
+    rule = sharded.ShardRule(
+        operands=("btnc", "pso", "bm", "b"), results=("btnl", "btn"), whole="tcpsom"
+    )
+    return Decoded(*sharded.partitioned(call, rule)(q, cache, block_table, lengths))
+
+
+def _attend(
+    q: Array, cache: Array, block_table: Array, lengths: Array, *, case: MlaCase, **options: Any
+) -> tuple[Array, Array]:
+    batch, num_queries, num_heads, width = q.shape
+    rows = num_queries * num_heads
+    padded = -(-rows // ROWS) * ROWS
+    flat = q.reshape(batch, rows, width).astype(jnp.bfloat16)
+    if padded != rows:
+        flat = jnp.pad(flat, ((0, 0), (0, padded - rows), (0, 0)))
+    max_pages = block_table.shape[1]
+    pages_per_split = _pages_per_split(
+        batch * padded // ROWS, max_pages, options["split_len"], case.hardware.num_cores
+    )
+    decode = _Decode(
+        batch=batch,
+        num_rows=padded,
+        num_heads=num_heads,
+        num_queries=num_queries,
+        pages_per_split=pages_per_split,
+        num_splits=max(1, -(-max_pages // pages_per_split)),
+        sm_scale=options["sm_scale"],
+    )
+    parts, lse = _launch(decode, (flat, *_views(cache), block_table, lengths))
+    if decode.num_splits > 1:
+        out, lse = mosaic_combine.combine(parts, lse, lengths, split_len=pages_per_split * PAGE)
+    else:
+        lse = jnp.where(lse[0] > FAR_BELOW / 2, lse[0] / LOG2_E, jnp.inf)
+        out = parts[0]
+    shape = (batch, num_queries, num_heads)
+    return out[:, :rows].reshape(*shape, LATENT).astype(q.dtype), lse[:, :rows].reshape(shape)
+
+
+def _views(cache: Array) -> tuple[Array, Array, Array]:
+    """The bytes as latents, as scales and as rope channels; XLA moves none of them."""
+
+    def view(dtype: jax.typing.DTypeLike) -> Array:
+        size = jnp.dtype(dtype).itemsize
+        parts = cache if size == 1 else cache.reshape(*cache.shape[:2], -1, size)
+        return lax.bitcast_convert_type(parts, dtype)
+
+    return view(F8), view(jnp.float32), view(jnp.bfloat16)
+
+
+def _launch(decode: _Decode, operands: tuple[Array, ...]) -> tuple[Array, Array]:
+    place = (decode.num_splits, decode.batch, decode.num_rows)
+    scratch = _scratch()
+    inputs = ("q", "latents", "scales", "ropes", "block_table", "lengths")
+    launch = mosaic.kernel(
+        partial(_body, decode, (*inputs, "out", "lse", *scratch)),
+        out_type=(
+            jax.ShapeDtypeStruct((*place, LATENT), jnp.bfloat16),
+            jax.ShapeDtypeStruct(place, jnp.float32),
+        ),
+        scratch_types=tuple(scratch.values()),
+        grid=(decode.batch, decode.num_splits, decode.num_rows // ROWS),
+        grid_names=("sequence", "split", "rows"),
+        num_warpgroups=4,
+        reduction_bytes=1024,
+    )
+    out, lse = launch(*operands)
+    return out, lse
+
+
+def _pages_per_split(num_blocks: int, max_pages: int, split_len: int | None, num_cores: int) -> int:
+    """Pages of one part: from `split_len`, else so that the blocks fill the cores once."""
+    if split_len is not None:
+        return max(1, split_len // PAGE)
+    splits = max(1, min(num_cores // max(num_blocks, 1), max_pages // 4))
+    return max(1, -(-max_pages // splits))

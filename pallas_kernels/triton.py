@@ -1,0 +1,68 @@
+"""The one adapter to jax-triton: which versions serve, and how a kernel's source becomes a call.
+
+Both packages are imported only when a kernel is traced: files that hold kernels are read without
+them.
+"""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pallas_kernels import mosaic
+from pallas_kernels.hardware import Hardware
+
+# The calling convention of jax-triton's next series is another, and it needs a later Triton.
+VERSIONS: dict[str, str] = {"jax-triton": "0.3", "triton": "3.6"}
+PLUGINS: tuple[str, ...] = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+def refuses(hardware: Hardware) -> str | None:
+    """Why `hardware`, or what is installed here, cannot take a Triton kernel; None if it can."""
+    if hardware.platform != "cuda":
+        return f"{hardware.kind} is {hardware.platform}; this kernel is compiled for NVIDIA GPUs"
+    if mosaic.is_interpreting():
+        return "the GPU interpreter in force runs Mosaic kernels only"
+    return missing()
+
+
+@lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why this machine cannot compile Triton kernels for JAX; None if it can."""
+    for name, series in VERSIONS.items():
+        try:
+            have = version(name)
+        except PackageNotFoundError:
+            return f"{name} is not installed; it comes with the extras `cuda12` and `cuda13`"
+        if not have.startswith(f"{series}."):
+            return f"{name} {have} is installed; this file is written for {series}"
+    if not any(map(importlib.util.find_spec, PLUGINS)):
+        return f"jax-triton needs JAX's CUDA plugin; none of {[*PLUGINS]} is installed"
+    return None
+
+
+def call(source: Callable[..., None], *arrays: Any, hardware: Hardware, **options: Any) -> Any:
+    """Call the kernel `source` on `arrays` with the options of `jax_triton.triton_call`.
+
+    `source` finds Triton's language under the name `tl` of its module, which is set here.
+    """
+    return importlib.import_module("jax_triton").triton_call(
+        *arrays,
+        kernel=_compiled(source),
+        name=inspect.unwrap(source).__name__,
+        # Stated, it spares the lowering a look at a device, which may be absent.
+        compute_capability=int(hardware.architecture.removeprefix("sm")),
+        **options,
+    )
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: Callable[..., None]) -> Any:
+    """A kernel as Triton takes it."""
+    # A test's type checks may be wrapped around it.
+    kernel = inspect.unwrap(source)
+    kernel.__globals__["tl"] = importlib.import_module("triton.language")
+    return importlib.import_module("triton").jit(kernel)

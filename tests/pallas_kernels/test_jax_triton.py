@@ -1,0 +1,395 @@
+"""The Triton kernels without a GPU: refusals, machine code at odd sizes, numbers by interpreter.
+
+Triton's own interpreter runs the kernels' source with numpy. It has no product of bfloat16 and
+truncates where hardware rounds; the stand-ins below supply both. Nothing here runs on a device.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+import zlib
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import deviceless, fp8_matmul, hardware, mla_decode, mosaic, triton
+from pallas_kernels.accuracy import TOLERANCES, Difference, difference
+from pallas_kernels.formats import ACTIVATION, WEIGHT
+from pallas_kernels.fp8_matmul import jax_triton as product_file
+from pallas_kernels.fp8_matmul.cases import make_case as product_case
+from pallas_kernels.mla_decode import jax_triton as decode_file
+from pallas_kernels.mla_decode.cases import make_case as decode_case
+from pallas_kernels.quantize import quantize
+from tests.pallas_kernels.latent_cache import by_numpy, make_batch
+from tests.pallas_kernels.operands import exact_product, varied
+
+MISSING = triton.missing()
+needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+E5M2 = replace(ACTIVATION, element="e5m2")
+MLA = {"latent": 512, "sm_scale": 0.1352}
+
+
+# A case of each file that it serves.
+CASES = {
+    product_file: product_case(13, 16, 200, hardware=hardware.find("NVIDIA H200")),
+    decode_file: decode_case(2, 16, 128, hardware=hardware.find("NVIDIA A100")),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "words"),
+    [
+        (product_file, {"hardware": hardware.find("cpu")}, "cpu is cpu"),
+        (product_file, {"hardware": hardware.find("TPU v5p")}, "NVIDIA GPUs"),
+        (product_file, {"hardware": hardware.find("NVIDIA A100")}, "8-bit floats"),
+        (decode_file, {"hardware": hardware.find("TPU v5p")}, "NVIDIA GPUs"),
+        (decode_file, {"cache_dtype": "uint8"}, "packed bytes"),
+        (decode_file, {"cache_dtype": "float32"}, "float32"),
+        (decode_file, {"latent": 48}, "latent=48"),
+        (decode_file, {"rope": 0}, "rope=0"),
+        (decode_file, {"page": 24}, "page=24"),
+    ],
+)
+def test_what_a_kernel_does_not_serve_is_refused_with_the_reason(file, changes, words):
+    assert words in file.refuses(replace(CASES[file], **changes))
+
+
+@pytest.mark.parametrize(
+    ("have", "words"),
+    [
+        ({}, "jax-triton is not installed"),
+        ({"jax-triton": "0.4.1", "triton": "3.6.0"}, "jax-triton 0.4.1 is installed"),
+        ({"jax-triton": "0.3.1", "triton": "3.7.0"}, "triton 3.7.0 is installed"),
+    ],
+)
+def test_other_versions_are_refused_with_the_one_that_is_served(have, words, monkeypatch):
+    def version(name):
+        if name not in have:
+            raise triton.PackageNotFoundError(name)
+        return have[name]
+
+    monkeypatch.setattr(triton, "version", version)
+    assert words in triton.missing.__wrapped__()
+
+
+@pytest.mark.parametrize("file", CASES)
+def test_an_interpreter_of_other_kernels_is_not_offered_these(file):
+    with mosaic.interpreted():
+        assert "Mosaic" in file.refuses(CASES[file])
+
+
+@needs_triton
+def test_what_the_hopper_kernels_refuse_is_served():
+    mixed = replace(CASES[product_file], a_element="e5m2")
+    assert fp8_matmul.OP.choose(mixed).name == "jax_triton"
+    assert mla_decode.OP.choose(CASES[decode_file]).name == "jax_triton"
+    assert mla_decode.OP.choose(replace(CASES[decode_file], cache_dtype="uint8")).name == "xla"
+
+
+# ---- numbers, by Triton's interpreter in a process of its own ----
+
+# M, N, K, activations, weights, result: few and many rows, parts of K, odd everywhere.
+PRODUCTS = {
+    "few rows": (7, 13, 129, ACTIVATION, WEIGHT, "bfloat16"),
+    "many rows": (200, 136, 300, ACTIVATION, WEIGHT, "bfloat16"),
+    "parts of K": (5, 200, 1500, ACTIVATION, WEIGHT, "float32"),
+    "wgrad": (140, 70, 300, ACTIVATION, ACTIVATION, "float32"),
+    "mixed formats": (150, 130, 300, E5M2, WEIGHT, "float32"),
+}
+# Lengths, heads, query tokens, tokens of a part: ragged ends, an empty sequence, parts behind the
+# end, rows that see nothing, several blocks of rows.
+DECODES = {
+    "in parts": ([130, 0, 64], 16, 1, 128),
+    "device decides": ([5, 700], 70, 1, None),
+    "several queries": ([2, 190], 20, 4, 64),
+}
+
+
+class HostTensor:
+    """A numpy array with the methods of a tensor that the interpreter calls; no copies."""
+
+    def __init__(self, array):
+        self.array, self.dtype = array, array.dtype
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def new_empty(self, *_, **__):
+        return HostTensor(self.array)
+
+    def set_(self, storage, *_):
+        self.array = storage.array
+
+    def copy_(self, other):
+        assert other.array is self.array
+
+    untyped_storage = cpu = lambda self: self
+    storage_offset = size = stride = lambda self: 0
+
+
+class Scalars(np.ndarray):
+    """Arrays of one element that are numbers, as the interpreter expects of numpy."""
+
+    def __int__(self):
+        return int(self.item())
+
+
+def complete_interpreter(interpreter, tl):
+    """Give the interpreter products of bfloat16 and casts to it that round as hardware does."""
+    check_handle = interpreter.TensorHandle.__post_init__
+    dot, cast = interpreter.InterpreterBuilder.create_dot, interpreter.InterpreterBuilder.cast_impl
+
+    def handle_of_scalars(self):
+        self.data = np.asarray(self.data).view(Scalars)
+        check_handle(self)
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        values = np.asarray(x.data).view(ml_dtypes.bfloat16).astype(np.float32)
+        return interpreter.TensorHandle(values, tl.float32)
+
+    def rounding_cast(self, x, target):
+        if (x.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, target)
+        rounded = np.asarray(x.data).astype(ml_dtypes.bfloat16).view(np.uint16)
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    interpreter.TensorHandle.__post_init__ = handle_of_scalars
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    builder.create_fp_trunc = builder.cast_impl = rounding_cast
+
+
+def interpreted_call(*arrays, kernel, out_shape, grid, **options):
+    """Stand in for `triton_call`; results start as bytes of ones, which are NaN."""
+    for name in ("name", "num_warps", "num_stages", "compute_capability"):
+        del options[name]
+    shapes, tree = jax.tree.flatten(out_shape)
+
+    def on_host(*arrays):
+        results = [np.empty(shape.shape, shape.dtype) for shape in shapes]
+        for result in results:
+            result.view(np.uint8).fill(0xFF)
+        body = kernel.rewrite()
+        # The rewriting puts quotes around annotations that are strings already.
+        body.__annotations__ = {n: word.strip("'") for n, word in body.__annotations__.items()}
+        kernel[grid](*map(HostTensor, [np.array(a) for a in arrays] + results), **options)
+        return results
+
+    return jax.tree.unflatten(tree, jax.pure_callback(on_host, shapes, *arrays))
+
+
+def write_interpreted():
+    """The child process: every case through its op, the differences as one line of JSON."""
+    tl = importlib.import_module("triton.language")
+    complete_interpreter(importlib.import_module("triton.runtime.interpreter"), tl)
+    sys.modules["jax_triton"] = types.SimpleNamespace(triton_call=interpreted_call)
+    found = {}
+    with hardware.target("NVIDIA H200"):
+        for name, (m, n, k, a_format, b_format, out_dtype) in PRODUCTS.items():
+            a = quantize(jnp.asarray(varied((m, k), seed=0)), format=a_format)
+            b = quantize(jnp.asarray(varied((n, k), seed=1)), format=b_format)
+            out = fp8_matmul.fp8_matmul(a, b, out_dtype=out_dtype, backend="jax_triton")
+            found[name] = difference(np.asarray(out, np.float64), exact_product(a, b))
+        for name, (lengths, num_heads, num_queries, split_len) in DECODES.items():
+            batch = make_batch(lengths, num_heads, num_queries=num_queries, dtype=jnp.bfloat16)
+            result = mla_decode.mla_decode(
+                **batch, **MLA, split_len=split_len, backend="jax_triton"
+            )
+            out, lse = by_numpy(batch, **MLA)
+            np.testing.assert_allclose(result.lse, lse, rtol=2e-4, atol=1e-5)
+            found[name] = difference(np.asarray(result.out, np.float64), out)
+    sys.stdout.write(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    code = "from tests.pallas_kernels import test_jax_triton as t; t.write_interpreted()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+    return {name: Difference(*row) for name, row in json.loads(child.stdout).items()}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_product_s_source_computes_the_product(name, interpreted):
+    out_dtype = PRODUCTS[name][-1]
+    assert interpreted[name].within(TOLERANCES["fp8_matmul", out_dtype]), interpreted[name]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", DECODES)
+def test_the_decode_source_computes_attention(name, interpreted):
+    assert interpreted[name].within(TOLERANCES["mla_decode", "bfloat16"]), interpreted[name]
+
+
+# ---- machine code ----
+
+
+def calls_of(function, *shapes, kind="NVIDIA H200"):
+    """What each call of `function` to Triton carries to the device."""
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    with hardware.target(kind):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    found = []
+
+    def look(operation):
+        for inner in (o for r in operation.regions for b in r.blocks for o in b.operations):
+            attributes = inner.operation.attributes
+            named = "call_target_name" in attributes
+            if named and attributes["call_target_name"].value == "triton_kernel_call":
+                found.append(zlib.decompress(attributes["backend_config"].value_bytes))
+            look(inner.operation)
+
+    look(lowered.compiler_ir("stablehlo").operation)
+    return found
+
+
+def number(encoded):
+    """A protobuf number: seven bits a byte, the lowest first; nothing stands for zero."""
+    return sum((byte & 127) << (7 * i) for i, byte in enumerate(encoded or b""))
+
+
+def assemble(call, path, *, kind="NVIDIA H200"):
+    """Check that a kernel fits the device and spills nothing; return its matrix instructions."""
+    # In the call's protobuf: 3 = bytes of shared memory, 4 = the PTX after its length.
+    varint = rb"([\x80-\xff]*[\x00-\x7f])"
+    head = re.search(rb"(?:\x18" + varint + rb')?"' + varint + rb"//\n// Generated by LLVM", call)
+    ptx = call[head.end(2) : head.end(2) + number(head[2])].decode("ascii")
+    assert number(head[1]) <= hardware.find(kind).scratch_bytes
+    path.write_text(ptx)
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    nvidia = importlib.import_module("triton").knobs.nvidia
+    tool = nvidia.ptxas_blackwell if target.startswith("sm_10") else nvidia.ptxas
+    command = [tool.path, "-v", "--gpu-name", target, str(path), "-o", f"{path}.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"]
+    assert "serialized" not in said
+    return set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*", ptx))
+
+
+def product(x, w, *, a_format=ACTIVATION, w_format=WEIGHT, out_dtype=jnp.bfloat16):
+    a, b = quantize(x, format=a_format), quantize(w, format=w_format)
+    return fp8_matmul.fp8_matmul(a, b, out_dtype=out_dtype, backend="jax_triton")
+
+
+def operands(m, n, k, *stack):
+    return ((*stack, m, k), jnp.bfloat16), ((n, k), jnp.bfloat16)
+
+
+SHAPES = [(1, 1, 1), (7, 129, 13), (128, 4096, 7168), (129, 13, 1152), (1152, 4097, 127)]
+WGRAD = {"w_format": ACTIVATION, "out_dtype": jnp.float32}
+
+
+@needs_triton
+@pytest.mark.parametrize("options", [{}, WGRAD], ids=["weights", "wgrad"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_becomes_8_bit_wgmma_without_spills(shape, options, tmp_path):
+    (call,) = calls_of(partial(product, **options), *operands(*shape))
+    instructions = assemble(call, tmp_path / "kernel.ptx")
+    assert instructions
+    assert all("wgmma" in one and "f32.e4m3.e4m3" in one for one in instructions)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "options", "word"),
+    [
+        ("NVIDIA H200", {"a_format": E5M2}, "f32.e5m2.e4m3"),
+        ("NVIDIA B200", {}, "kind::f8f6f4"),
+        ("NVIDIA B200", WGRAD, "kind::f8f6f4"),
+    ],
+)
+def test_mixed_formats_and_blackwell_have_8_bit_products(kind, options, word, tmp_path):
+    (call,) = calls_of(partial(product, **options), *operands(4096, 4096, 512), kind=kind)
+    assert any(word in one for one in assemble(call, tmp_path / "kernel.ptx", kind=kind))
+
+
+@needs_triton
+def test_mapping_over_activations_is_one_call():
+    run = lambda x, w: jax.vmap(lambda x: product(x, w))(x)
+    assert len(calls_of(run, *operands(9, 16, 200, 3))) == 1
+
+
+def decode_operands(batch, num_queries, num_heads, max_pages):
+    return (
+        ((batch, num_queries, num_heads, 576), jnp.bfloat16),
+        ((50, 64, 576), jnp.bfloat16),
+        ((batch, max_pages), jnp.int32),
+        ((batch,), jnp.int32),
+    )
+
+
+def decode(q, cache, table, lengths, *, split_len=4096):
+    rest = {"lengths": lengths, "split_len": split_len, "backend": "jax_triton", **MLA}
+    return mla_decode.mla_decode(q, cache, block_table=table, **rest)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100", "NVIDIA B200"])
+@pytest.mark.parametrize(("num_heads", "num_queries"), [(1, 1), (9, 3), (63, 4)])
+def test_latent_decode_becomes_bfloat16_products_without_spills(
+    num_heads, num_queries, kind, tmp_path
+):
+    shapes = decode_operands(3, num_queries, num_heads, 5)
+    parts, merge = calls_of(partial(decode, split_len=128), *shapes, kind=kind)
+    instructions = assemble(parts, tmp_path / "parts.ptx", kind=kind)
+    matrix_unit = {"NVIDIA H200": "wgmma", "NVIDIA A100": "mma.sync", "NVIDIA B200": "tcgen05"}
+    # The wide unit takes 64 rows; few rows go to the narrow one.
+    wide = num_heads * num_queries > 32
+    assert any((matrix_unit[kind] if wide else "mma.sync") in one for one in instructions)
+    assert not assemble(merge, tmp_path / "merge.ptx", kind=kind)
+
+
+@needs_triton
+def test_a_sequence_in_one_part_needs_no_merge_and_mapping_takes_turns():
+    shapes = decode_operands(3, 1, 16, 5)
+    assert len(calls_of(decode, *shapes)) == 1
+    assert len(calls_of(jax.vmap(decode), *(((2, *shape), dtype) for shape, dtype in shapes))) == 1
+
+
+# ---- sharded use ----
+
+
+@needs_triton
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+def test_sharded_operands_stay_on_their_devices():
+    devices = np.array(deviceless.topology("NVIDIA H200", devices_per_host=8)).reshape(2, 4)
+    mesh = jax.sharding.Mesh(
+        devices, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+
+    def compiled(function, *arguments):
+        placed = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
+            for (shape, dtype), spec in arguments
+        ]
+        with jax.set_mesh(mesh), deviceless.without_cache():
+            text = jax.jit(function).lower(*placed).compile().as_text()
+        assert "all-gather" not in text
+        calls = [line for line in text.splitlines() if '"triton_kernel_call"' in line]
+        return [line.split("operand_layout_constraints=")[1] for line in calls]
+
+    x, w = operands(512, 2048, 4096)
+    (columns,) = compiled(product, (x, ("data",)), (w, ("tensor",)))
+    assert "f8e4m3fn[256,4096]" in columns
+    assert "f8e4m3fn[512,4096]" in columns
+    (inner,) = compiled(product, (x, ("data", "tensor")), (w, (None, "tensor")))
+    assert "f8e4m3fn[256,1024]" in inner
+    assert "f8e4m3fn[2048,1024]" in inner
+    places = (("data", None, "tensor"), (), ("data",), ("data",))
+    (heads,) = compiled(decode, *zip(decode_operands(16, 1, 128, 64), places, strict=True))
+    assert "bf16[8,32,576]" in heads
