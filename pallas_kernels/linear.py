@@ -14,7 +14,13 @@ from jaxtyping import Array, Float
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
 from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.quantize import quantize, requantize_transposed
-from pallas_kernels.sharded import vary, varying_axes
+from pallas_kernels.sharded import (
+    STACK_LETTERS,
+    ShardRule,
+    on_automatic_axes,
+    vary,
+    varying_axes,
+)
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 
@@ -36,7 +42,10 @@ def linear(
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown. Use one of {sorted(PRECISIONS)}.")
     axes = varying_axes(x, w)
-    return PRECISIONS[precision](vary(x, axes), vary(w, axes))
+    stack = STACK_LETTERS[: x.ndim - 1]
+    rule = ShardRule(operands=(f"{stack}k", "kn"), results=(f"{stack}n",), contracted="k")
+    product = on_automatic_axes(PRECISIONS[precision], rule)
+    return product(vary(x, axes), vary(w, axes))
 
 
 def _product(

@@ -3,21 +3,27 @@
 XLA cannot look into a Mosaic call: without a rule it gathers every operand and each device does
 the whole product. `partitioned` gives the call a rule. Free dims stay local; a contracted dim
 that is sharded is summed over its mesh axes; dims that count the blocks of another dim follow it.
+
+Where operands lie is read from their types on explicit axes, and asked of XLA's partitioner on
+automatic ones, also of those that a shard_map leaves automatic. On manual axes a call sees shards.
 """
 
+import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, placements
+from pallas_kernels.placements import MeshAxes, Placed, axes_of_kind
 
-MeshAxes = tuple[str, ...]
+log = logging.getLogger(__name__)
 
 # Letters for leading dims that a call only carries along.
 STACK_LETTERS = "stuvwxyz"
@@ -26,20 +32,22 @@ STACK_LETTERS = "stuvwxyz"
 def refuses_mesh() -> str | None:
     """Why the mesh in force keeps an opaque call from being split; None if nothing does.
 
-    Fully automatic and fully manual meshes are served. Where a shard_map leaves some axes
-    automatic, XLA's partitioner aborts on an opaque call, so it must not be given one.
+    Manual, automatic and explicit axes are served, also side by side.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
-    if AxisType.Manual in kinds and len(kinds) > 1:
+    manual = axes_of_kind(mesh, AxisType.Manual)
+    if mesh.size == math.prod(mesh.shape[axis] for axis in manual):
+        return None
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
         return (
-            f"the mesh {dict(mesh.shape)} is manual in {mesh.manual_axes} only, and XLA cannot "
-            "split an opaque call there. Make every axis of the shard_map manual, or none."
+            f"the mesh {dict(mesh.shape)} is split by the GSPMD partitioner, and opaque calls have "
+            "a rule for Shardy only. Set jax_use_shardy_partitioner=True, which is the default."
         )
-    if AxisType.Explicit in kinds:
+    # JAX lowers the inner of two shard_maps on a mesh without devices, unless one is set.
+    if len(manual) > 1 and not placements.mesh_is_set():
         return (
-            "the mesh has explicit axes, whose types an opaque call cannot state. "
-            "Build it with axis_types=(AxisType.Auto,) * n."
+            f"the mesh {dict(mesh.shape)} is manual in {manual} and has no devices here, which "
+            "JAX needs to split an opaque call. Trace inside `with jax.set_mesh(mesh):`."
         )
     return None
 
@@ -70,13 +78,18 @@ class ShardRule:
             found.update(zip(letters, shape, strict=True))
         return found
 
-    def as_text(self) -> str:
-        """The rule in the partitioner's einsum-like notation; block letters are left unlinked."""
-        sides = (self.operands, self.results)
-        return " -> ".join(
-            ", ".join(" ".join(self._factor(c) for c in letters) or "()" for letters in side)
-            for side in sides
+    def as_text(self, *, markers: MeshAxes = ()) -> str:
+        """The rule in the partitioner's einsum-like notation; block letters are left unlinked.
+
+        Args:
+            markers: mesh axes for each of which one more operand of one dim is passed.
+        """
+        operands, results = (
+            [" ".join(self._factor(c) for c in letters) or "()" for letters in side]
+            for side in (self.operands, self.results)
         )
+        operands += [f"{axis}_marker" for axis in markers]
+        return f"{', '.join(operands)} -> {', '.join(results)}"
 
     @staticmethod
     def _factor(letter: str) -> str:
@@ -98,6 +111,25 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+@dataclass(frozen=True)
+class Part:
+    """What each device does of a call.
+
+    Attributes:
+        call: runs on the device's parts of the operands.
+        operands: where each operand must lie.
+        results: where each result then lies.
+    """
+
+    call: Callable[..., Any]
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+
+
+# Given the sizes of the mesh axes, the operands and the whole results: what each device does.
+Cut = Callable[[Mapping[str, int], Sequence[Placed], Any], Part]
+
+
 def partitioned(
     call: Callable[..., Any], rule: ShardRule, *, sum_dtype: jax.typing.DTypeLike | None = None
 ) -> Callable[..., Any]:
@@ -109,31 +141,162 @@ def partitioned(
         sum_dtype: that dtype; needed where the rule contracts.
     """
 
-    def whole(*arrays: jax.Array) -> Any:
-        axes = varying_axes(*arrays)
-        return jax.tree.map(lambda result: vary(result, axes), call(*arrays))
-
-    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-    if manual or mosaic.is_interpreting():
-        return whole
-    wrapped = custom_partitioning(whole)
-
-    def partition(mesh: Mesh, arguments: Any, results: Any) -> Any:
-        axes = _axes_of_letters(rule, mesh, [(a.shape, a.sharding) for a in arguments])
-        specs = [NamedSharding(mesh, _spec(letters, axes)) for letters in rule.operands]
-        out = [NamedSharding(mesh, _spec(letters, axes)) for letters in rule.results]
+    def cut(sizes: Mapping[str, int], operands: Sequence[Placed], results: Any) -> Part:
+        axes = _axes_of_letters(rule, sizes, operands)
         summed = tuple(axis for letter in rule.contracted for axis in axes[letter])
 
         def local(*arrays: jax.Array) -> Any:
             if not summed:
-                return call(*arrays)
-            partial_result = call(*arrays, dtype=sum_dtype)
+                return _varying(call)(*arrays)
+            partial_result = _varying(call)(*arrays, dtype=sum_dtype)
             return lax.psum(partial_result, summed).astype(results.dtype)
 
-        return mesh, local, tuple(out) if len(out) > 1 else out[0], tuple(specs)
+        return Part(
+            call=local,
+            operands=tuple(_spec(letters, axes) for letters in rule.operands),
+            results=tuple(_spec(letters, axes) for letters in rule.results),
+        )
 
-    wrapped.def_partition(partition=partition, sharding_rule=rule.as_text())
+    return divided(call, rule, cut)
+
+
+def divided(call: Callable[..., Any], rule: ShardRule, cut: Cut) -> Callable[..., Any]:
+    """Return `call` such that on a mesh each device does the part that `cut` gives it.
+
+    `partitioned` is this with the cut that follows from the rule alone.
+
+    Args:
+        call: the call on whole operands, or on the shards that a shard_map hands it.
+        rule: tells the partitioner which dims of operands and results are the same.
+    """
+    whole = _varying(call)
+
+    def run(*arrays: jax.Array) -> Any:
+        mesh = placements.mesh_of(arrays)
+        if mosaic.is_interpreting():
+            return whole(*arrays)
+        if mesh.explicit_axes:
+            return _by_types(run, cut, mesh, arrays)
+        if not axes_of_kind(mesh, AxisType.Manual):
+            return _by_partitioner(whole, rule, cut)(*arrays)
+        if axes_of_kind(mesh, AxisType.Auto):
+            return _by_partitioner_of_groups(whole, rule, cut=cut, mesh=mesh)(*arrays)
+        return whole(*arrays)
+
+    return run
+
+
+def _varying(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` whose results are typed as different over every axis its operands differ over."""
+
+    def typed(*arrays: jax.Array, **options: Any) -> Any:
+        axes = varying_axes(*arrays)
+        return jax.tree.map(lambda result: vary(result, axes), call(*arrays, **options))
+
+    return typed
+
+
+def on_automatic_axes(call: Callable[..., Any], rule: ShardRule) -> Callable[..., Any]:
+    """Return `call` with explicit axes automatic inside, so that its steps need no placements.
+
+    Results are typed as the rule's letters say; without explicit axes it is `call`.
+    """
+
+    def run(*arrays: jax.Array) -> Any:
+        mesh = placements.mesh_of(arrays)
+        if not mesh.explicit_axes:
+            return call(*arrays)
+        sizes, operands = _typed(mesh, arrays)
+        axes = _axes_of_letters(rule, sizes, operands)
+        places = tuple(NamedSharding(mesh, _spec(letters, axes)) for letters in rule.results)
+        return _retyped(call, mesh.explicit_axes, places)(*arrays)
+
+    return run
+
+
+def _by_types(
+    run: Callable[..., Any], cut: Cut, mesh: AbstractMesh, arrays: Sequence[jax.Array]
+) -> Any:
+    """The call on automatic axes, its results typed as the cut of the operands' types says."""
+    part = cut(*_typed(mesh, arrays), None)
+    places = tuple(NamedSharding(mesh, spec) for spec in part.results)
+    return _retyped(run, mesh.explicit_axes, places)(*arrays)
+
+
+def _typed(mesh: AbstractMesh, arrays: Sequence[jax.Array]) -> tuple[dict[str, int], list[Placed]]:
+    """The sizes of the explicit axes, and the operands as their types place them."""
+    types = [jax.typeof(x) for x in arrays]
+    operands = [Placed(t.shape, placements.axes_of_spec(t.sharding.spec, t.ndim)) for t in types]
+    return {axis: mesh.shape[axis] for axis in mesh.explicit_axes}, operands
+
+
+def _retyped(
+    call: Callable[..., Any], axes: MeshAxes, places: tuple[NamedSharding, ...]
+) -> Callable[..., Any]:
+    return jax.sharding.auto_axes(call, axes=axes, out_sharding=_one_or_all(places))
+
+
+def _by_partitioner(whole: Callable[..., Any], rule: ShardRule, cut: Cut) -> Callable[..., Any]:
+    """The call with a rule that XLA's partitioner asks once it knows where the operands lie."""
+    wrapped = custom_partitioning(whole)
+
+    def partition(given: Mesh, arguments: Any, results: Any) -> Any:
+        operands = [placements.placed(array, given) for array in arguments]
+        part = cut(given.shape, operands, results)
+        return given, _on_one_device(part.call), *_places(part, given)
+
+    # JAX names no axes of a dim that only a part of an axis cuts, as a reshape may leave it.
+    wrapped.def_partition(partition=partition, sharding_rule=rule.as_text(), decode_shardings=False)
     return wrapped
+
+
+def _by_partitioner_of_groups(
+    whole: Callable[..., Any], rule: ShardRule, *, cut: Cut, mesh: AbstractMesh
+) -> Callable[..., Any]:
+    """The same inside a shard_map that leaves axes automatic."""
+    free = axes_of_kind(mesh, AxisType.Auto)
+    wrapped = custom_partitioning(lambda *marked: whole(*marked[: -len(free)]))
+
+    def partition(_: Mesh, arguments: Any, results: Any) -> Any:
+        arrays = arguments[: -len(free)]
+        group = placements.read_group(free, arguments[-len(free) :])
+        if group is None:
+            log.warning("kernel.gathered", extra={"reason": "the order of devices is unreadable"})
+            group = placements.automatic({axis: mesh.shape[axis] for axis in free})
+            operands = [Placed(array.shape, ((),) * array.ndim) for array in arrays]
+        else:
+            operands = [placements.placed(array, group) for array in arrays]
+        part = cut(group.shape, operands, results)
+        local = _on_one_device(lambda *parts: part.call(*parts[: -len(free)]))
+        marked = replace(part, operands=(*part.operands, *(PartitionSpec(axis) for axis in free)))
+        # A sum over an axis is written for all devices, not for a group.
+        return placements.automatic(mesh.shape), local, *_places(marked, group)
+
+    wrapped.def_partition(
+        partition=partition, sharding_rule=rule.as_text(markers=free), decode_shardings=False
+    )
+    return lambda *arrays: wrapped(*arrays, *placements.markers(mesh, free))
+
+
+def _on_one_device(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` traced without the mesh in force, on whose types its parts have no place."""
+
+    def local(*arrays: jax.Array) -> Any:
+        with jax.sharding.use_abstract_mesh(placements.automatic({})):
+            return call(*arrays)
+
+    return local
+
+
+def _places(part: Part, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[NamedSharding, ...]]:
+    """Where results and operands lie, as a partitioning rule returns them."""
+    results = tuple(NamedSharding(mesh, spec) for spec in part.results)
+    return _one_or_all(results), tuple(NamedSharding(mesh, spec) for spec in part.operands)
+
+
+def _one_or_all(found: tuple[Any, ...]) -> Any:
+    """What a call with one result, or with several, returns."""
+    return found[0] if len(found) == 1 else found
 
 
 def _spec(letters: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
@@ -141,26 +304,25 @@ def _spec(letters: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
 
 
 def _axes_of_letters(
-    rule: ShardRule, mesh: Mesh, arguments: list[tuple[tuple[int, ...], Any]]
+    rule: ShardRule, mesh_sizes: Mapping[str, int], operands: Sequence[Placed]
 ) -> dict[str, MeshAxes]:
     """The mesh axes that cut each letter: the first operand that is cut there decides.
 
     An axis cuts one letter only, and a letter only into equal parts of whole blocks; otherwise
-    the letter stays whole and the partitioner gathers it.
+    the letter stays whole and is gathered.
     """
-    sizes = rule.sizes(tuple(shape for shape, _ in arguments))
+    sizes = rule.sizes(tuple(operand.shape for operand in operands))
     granularity = dict(rule.blocks.values())
     axes: dict[str, MeshAxes] = dict.fromkeys(sizes, ())
     taken: set[str] = set()
-    for letters, (_, sharding) in zip(rule.operands, arguments, strict=True):
-        spec = sharding.spec if sharding is not None else ()
-        for letter, entry in zip(letters, spec, strict=False):
-            wanted = _as_axes(entry)
-            blocked = letter in rule.blocks or letter in rule.whole or axes[letter]
+    for letters, operand in zip(rule.operands, operands, strict=True):
+        for letter, wanted in zip(letters, operand.axes, strict=True):
+            blocked = letter in rule.blocks or axes[letter]
             if not wanted or blocked or taken & set(wanted):
                 continue
-            parts = math.prod(mesh.shape[axis] for axis in wanted)
-            if sizes[letter] % (parts * granularity.get(letter, 1)):
+            parts = math.prod(mesh_sizes[axis] for axis in wanted)
+            if letter in rule.whole or sizes[letter] % (parts * granularity.get(letter, 1)):
+                _log_gather(letter, sizes[letter], parts, granularity.get(letter, 1))
                 continue
             axes[letter] = wanted
             taken |= set(wanted)
@@ -169,10 +331,12 @@ def _axes_of_letters(
     return axes
 
 
-def _as_axes(entry: str | MeshAxes | None) -> MeshAxes:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+@lru_cache(maxsize=1024)
+def _log_gather(letter: str, size: int, parts: int, multiple: int) -> None:
+    log.info(
+        "kernel.gathered",
+        extra={"dim": letter, "size": size, "parts": parts, "multiple": multiple},
+    )
 
 
 def batched(call: Callable[..., Any], stacked: tuple[int, ...]) -> Callable[..., Any]:
@@ -190,11 +354,13 @@ def batched(call: Callable[..., Any], stacked: tuple[int, ...]) -> Callable[...,
     @once.def_vmap
     def _(axis_size: int, mapped: list[bool], *arrays: jax.Array) -> Any:
         if set(stacked) == {i for i, is_mapped in enumerate(mapped) if is_mapped}:
-            return once(*arrays), True
+            results = once(*arrays)
+            return results, jax.tree.map(lambda _: True, results)
         every = [
             x if is_mapped else jax.numpy.broadcast_to(x, (axis_size, *x.shape))
             for x, is_mapped in zip(arrays, mapped, strict=True)
         ]
-        return lax.map(lambda xs: once(*xs), tuple(every)), True
+        results = lax.map(lambda xs: once(*xs), tuple(every))
+        return results, jax.tree.map(lambda _: True, results)
 
     return once

@@ -29,6 +29,19 @@ Out = Annotated[Path | None, typer.Option(help="Append to this JSON file, after 
 Compare = Annotated[
     Path | None, typer.Option(help="Exit with 1 if a kernel is slower than in this file.")
 ]
+Rest = Annotated[int, typer.Option(help="Idle before each round, ms: it times a burst.", min=0)]
+Settle = Annotated[
+    int, typer.Option(help="Untimed before each round, ms: 200 for sustained speed.", min=0)
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(help="Leave out candidates whose names begin so.", metavar="NAME"),
+]
+Roofline = Annotated[Path | None, typer.Option(help="PNG file to draw.")]
+Show = Annotated[Path | None, typer.Option(help="Measure nothing; draw what this file holds.")]
+WriteDocs = Annotated[
+    bool, typer.Option("--write-docs", help="With --show: write the tables in documents.")
+]
 Threads = Annotated[int, typer.Option(help="Threads that compile.", min=1)]
 
 
@@ -37,20 +50,14 @@ def kernels_command(
     sizes: Sizes = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 9,
     round_ms: Annotated[int, typer.Option(help="Length of a round, ms.", min=1)] = 20,
-    settle_ms: Annotated[int, typer.Option(help="Untimed, before each round, ms.", min=0)] = 20,
-    without: Annotated[
-        list[str] | None,
-        typer.Option(help="Leave out candidates whose names begin so.", metavar="NAME"),
-    ] = None,
+    rest_ms: Rest = 100,
+    settle_ms: Settle = 0,
+    without: Without = None,
     out: Out = None,
     compare: Compare = None,
-    roofline: Annotated[Path | None, typer.Option(help="PNG file to draw.")] = None,
-    show: Annotated[
-        Path | None, typer.Option(help="Measure nothing; draw what this file holds.")
-    ] = None,
-    write_docs: Annotated[
-        bool, typer.Option("--write-docs", help="With --show: write the tables in documents.")
-    ] = False,
+    roofline: Roofline = None,
+    show: Show = None,
+    write_docs: WriteDocs = False,
     commit: Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")] = "",
     cache: Annotated[Path | None, typer.Option(help="Keep compiled programs here.")] = None,
     threads: Threads = 16,
@@ -68,11 +75,7 @@ def kernels_command(
     try:
         before = read(compare) if compare is not None else None
         if show is not None:
-            found = read(show)
-            _draw(found, roofline=roofline)
-            if write_docs:
-                _write_documents(found)
-            _compare(before, found)
+            _show(read(show), before, roofline=roofline, write_docs=write_docs)
             return
         reason = why_not_here()
         if reason is not None:
@@ -82,6 +85,7 @@ def kernels_command(
         options = Options(
             num_rounds=rounds,
             round_s=round_ms / 1e3,
+            rest_s=rest_ms / 1e3,
             settle_s=settle_ms / 1e3,
             without=tuple(without or ()),
             num_threads=threads,
@@ -95,6 +99,15 @@ def kernels_command(
     _draw(found, roofline=roofline)
     _compare(before, found)
     _stop_if_ours_failed(found)
+
+
+def _show(
+    found: "Results", before: "Results | None", *, roofline: Path | None, write_docs: bool
+) -> None:
+    _draw(found, roofline=roofline)
+    if write_docs:
+        _write_documents(found)
+    _compare(before, found)
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -98,7 +98,8 @@ class Options:
 
     Attributes:
         round_s: seconds of kernels of one candidate in one round.
-        settle_s: seconds for which it runs before them, untimed.
+        rest_s: seconds for which the card idles before.
+        settle_s: seconds for which it then runs untimed.
         without: beginnings of the names of candidates that are left out.
         num_threads: threads that compile; 1 = this thread, which keeps its JAX contexts.
         batch_size: sizes that are prepared before they are timed.
@@ -108,7 +109,8 @@ class Options:
 
     num_rounds: int = 9
     round_s: float = 0.02
-    settle_s: float = 0.02
+    rest_s: float = 0.1
+    settle_s: float = 0.0
     without: tuple[str, ...] = ()
     num_threads: int = 16
     batch_size: int = 14
@@ -275,6 +277,7 @@ def _time(
             [candidate for _, candidate in alive],
             num_rounds=options.num_rounds,
             round_s=options.round_s,
+            rest_s=options.rest_s,
             settle_s=options.settle_s,
         )
     except FAILURES as error:

@@ -1,6 +1,7 @@
 """Interleaved timing of candidates, and the records that it yields."""
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -147,6 +148,7 @@ def interleaved(
     *,
     num_rounds: int = 9,
     round_s: float = 0.02,
+    rest_s: float = 0.0,
     settle_s: float = 0.0,
 ) -> dict[str, tuple[float, ...]]:
     """Return microseconds of kernel time a call of each candidate, for each round.
@@ -156,8 +158,10 @@ def interleaved(
 
     Args:
         round_s: seconds of one candidate's kernels in a round.
-        settle_s: seconds for which it runs untimed before, so that the clocks are those which its
-            own power allows.
+        rest_s: seconds for which the card idles before, so that no candidate pays for the power
+            that another drew: what is timed is a burst.
+        settle_s: seconds for which the candidate runs untimed before, so that the clocks are those
+            which its own power allows: what is timed is its sustained speed.
     """
     num_calls: dict[str, tuple[int, int]] = {}
     for candidate in candidates:
@@ -172,6 +176,7 @@ def interleaved(
         for place in np.random.default_rng(index).permutation(len(candidates)):
             candidate = candidates[place]
             timed, before = num_calls[candidate.name]
+            time.sleep(rest_s)
             rounds[candidate.name].append(_round_us(candidate, timed, num_before=before))
     return {name: tuple(times) for name, times in rounds.items()}
 

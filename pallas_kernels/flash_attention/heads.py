@@ -6,18 +6,19 @@ read, and the gradients are summed over the devices. Nothing else may be cut.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from pallas_kernels.sharded import MeshAxes, ShardRule
+from pallas_kernels.placements import MeshAxes, Placed
+from pallas_kernels.sharded import Part, ShardRule, divided
 
 
 @dataclass(frozen=True)
@@ -71,30 +72,23 @@ def partitioned(
         num_heads, num_kv_heads = arrays[0].shape[2], arrays[1].shape[2]
         return call(KeyHeads(num_heads, num_heads // num_kv_heads), *arrays)
 
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
-        return _mapped(whole)
-    wrapped = custom_partitioning(whole)
-
-    def partition(mesh: Mesh, arguments: Any, shapes: Any) -> Any:
-        queries, keys = arguments[0], arguments[1]
-        axes = _axes(mesh, queries, num_kv_heads=keys.shape[2])
-        places = [NamedSharding(mesh, _spec(letters, axes)) for letters in operands]
-        out = [NamedSharding(mesh, _spec(letters, axes)) for letters in results]
+    def cut(sizes: Mapping[str, int], placed: Sequence[Placed], _: Any) -> Part:
+        queries, keys = placed[:2]
+        axes = _axes(sizes, queries, num_kv_heads=keys.shape[2])
         num_heads = queries.shape[2]
         heads = KeyHeads(
-            num_queries=num_heads // _parts(mesh, axes["n"]),
+            num_queries=num_heads // _parts(sizes, axes["n"]),
             group=num_heads // keys.shape[2],
             axes=() if axes["k"] else axes["n"],
         )
-
-        def local(*arrays: jax.Array) -> Any:
-            return call(heads, *arrays)
-
-        return mesh, local, tuple(out) if len(out) > 1 else out[0], tuple(places)
+        return Part(
+            call=partial(call, heads),
+            operands=tuple(_spec(letters, axes) for letters in operands),
+            results=tuple(_spec(letters, axes) for letters in results),
+        )
 
     rule = ShardRule(operands=tuple(operands), results=tuple(results))
-    wrapped.def_partition(partition=partition, sharding_rule=rule.as_text())
-    return _mapped(wrapped)
+    return _mapped(divided(whole, rule, cut))
 
 
 def _mapped(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,25 +114,18 @@ def _mapped(call: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def _axes(mesh: Mesh, queries: Any, *, num_kv_heads: int) -> dict[str, MeshAxes]:
+def _axes(sizes: Mapping[str, int], queries: Placed, *, num_kv_heads: int) -> dict[str, MeshAxes]:
     """Mesh axes that cut rows, query heads and key heads: as the queries lie, where it divides."""
-    spec = (*(queries.sharding.spec if queries.sharding is not None else ()), None, None, None)
-    rows, heads = (_as_axes(spec[dim]) for dim in (0, 2))
+    rows, heads = queries.axes[0], queries.axes[2]
     axes = {
-        "b": rows if queries.shape[0] % _parts(mesh, rows) == 0 else (),
-        "n": heads if queries.shape[2] % _parts(mesh, heads) == 0 else (),
+        "b": rows if queries.shape[0] % _parts(sizes, rows) == 0 else (),
+        "n": heads if queries.shape[2] % _parts(sizes, heads) == 0 else (),
     }
-    return {**axes, "k": axes["n"] if num_kv_heads % _parts(mesh, axes["n"]) == 0 else ()}
+    return {**axes, "k": axes["n"] if num_kv_heads % _parts(sizes, axes["n"]) == 0 else ()}
 
 
-def _as_axes(entry: str | MeshAxes | None) -> MeshAxes:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _parts(mesh: Mesh, axes: MeshAxes) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
+def _parts(sizes: Mapping[str, int], axes: MeshAxes) -> int:
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def _spec(letters: str, axes: dict[str, MeshAxes]) -> PartitionSpec:

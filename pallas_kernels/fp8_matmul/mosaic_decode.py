@@ -20,9 +20,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import mosaic
 from pallas_kernels.formats import BLOCK, round_up
 from pallas_kernels.hardware import SM90_SCRATCH_BYTES
+from pallas_kernels.hopper_product import REGISTERS
 
-COPY_REGISTERS = 40
-COMPUTE_REGISTERS = 208
 RESERVED_BYTES = 2048
 
 
@@ -34,11 +33,13 @@ class DecodeTile:
         num_groups: computing warpgroups; each takes 64 weight rows.
         num_splits: parts of K into which each stripe of weights is cut.
         num_stages: most steps in flight; fewer if memory is short.
+        cluster: blocks with neighbouring stripes that share each copy of the tokens.
     """
 
     num_groups: int
     num_splits: int
     num_stages: int
+    cluster: int = 1
 
     @property
     def weight_rows(self) -> int:
@@ -110,13 +111,20 @@ class _Decode:
     @property
     def num_stages(self) -> int:
         stage_bytes = (self.m + self.tile.weight_rows) * BLOCK + 4 * self.scale_columns
-        out_bytes = self.tile.weight_rows * self.m * 4
+        out_bytes = self.tile.weight_rows * self.m * (2 if self.direct else 4)
         fitting = (SM90_SCRATCH_BYTES - RESERVED_BYTES - out_bytes) // stage_bytes
         return min(self.tile.num_stages, self.num_steps * self.num_parts, fitting)
 
     @property
+    def cluster(self) -> int:
+        """Blocks that share the tokens; each copies a part of their rows for all."""
+        whole = self.m % (self.tile.cluster * mosaic.PATTERN_ROWS) == 0
+        return self.tile.cluster if whole else 1
+
+    @property
     def num_stripes(self) -> int:
-        return pl.cdiv(self.num_columns, self.tile.weight_rows)
+        """Stripes of weights, those of a cluster counted as one."""
+        return pl.cdiv(self.num_columns, self.tile.weight_rows * self.cluster)
 
     @property
     def num_parts(self) -> int:
@@ -124,8 +132,8 @@ class _Decode:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the grid: all run at once and share the parts."""
-        return min(self.num_cores, self.num_parts)
+        """Clusters of the grid: all run at once and share the parts."""
+        return min(self.num_cores // self.cluster, self.num_parts)
 
     def walk(self, visit: Callable[[_Part], None]) -> jax.Array:
         """Call `visit` for each part of this block and return the number of steps taken."""
@@ -143,6 +151,8 @@ class _Decode:
         """Part number `linear`; the parts of one stripe differ by at most one step of K."""
         split = lax.div(linear, jnp.int32(self.num_stripes))
         stripe = lax.rem(linear, jnp.int32(self.num_stripes))
+        if self.cluster > 1:
+            stripe = stripe * self.cluster + lax.axis_index("member")
         first = lax.div(split * self.num_steps, jnp.int32(self.num_splits))
         end = lax.div((split + 1) * self.num_steps, jnp.int32(self.num_splits))
         return _Part(stripe, split, first, end - first, first_step)
@@ -152,9 +162,10 @@ class _Decode:
 
     def copy(self, refs: _Refs) -> None:
         """The copying warpgroup: fill the stages of every step, in order."""
-        mosaic.set_max_registers(COPY_REGISTERS, action="decrease")
+        mosaic.set_max_registers(REGISTERS[self.tile.num_groups][1], action="decrease")
         ring = self.ring(refs)
         height = self.tile.weight_rows
+        together = {"collective_axes": "member"} if self.cluster > 1 else {}
 
         def visit(part: _Part) -> None:
             weights = pl.ds(part.stripe * height, height)
@@ -166,7 +177,7 @@ class _Decode:
                 block = part.first_block + index
                 inner = pl.ds(block * BLOCK, BLOCK)
                 mosaic.copy_in(refs.b.at[weights, inner], refs.b_stages.at[slot], full)
-                mosaic.copy_in(refs.a.at[:, inner], refs.a_stages.at[slot], full)
+                mosaic.copy_in(refs.a.at[:, inner], refs.a_stages.at[slot], full, **together)
                 scales = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
                 mosaic.copy_in(refs.a_scales.at[block], scales, full)
 
@@ -176,7 +187,7 @@ class _Decode:
 
     def compute(self, refs: _Refs, warpgroup: Any) -> None:
         """A computing warpgroup: 64 weight rows of each part times all tokens."""
-        mosaic.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        mosaic.set_max_registers(REGISTERS[self.tile.num_groups][0], action="increase")
 
         def visit(part: _Part) -> None:
             row = part.stripe * self.tile.weight_rows + warpgroup * mosaic.WARPGROUP_ROWS
@@ -199,14 +210,15 @@ class _Decode:
             next_scale = refs.b_scales[weight_block, following]
             ring.wait_full(part.first_step + index)
             slot = ring.slot(part.first_step + index)
-            stage = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
-            token_scales = mosaic.load(stage, layout=mosaic.PER_COLUMN)
             product = mosaic.multiply(
                 shape,
                 lambda acc: mosaic.wgmma(
                     acc, refs.b_stages.at[slot, my_rows], refs.a_stages.at[slot].T
                 ),
             )
+            # Not before the product: a warpgroup's accumulators leave no registers for them.
+            stage = refs.a_scale_stages.at[slot, pl.ds(0, self.m)]
+            token_scales = mosaic.load(stage, layout=mosaic.PER_COLUMN)
             ring.release(part.first_step + index)
             scales = lax.broadcast_in_dim(token_scales * weight_scale, shape, [1])
             return total + product * scales, next_scale
@@ -284,6 +296,7 @@ def decode_product(
         out_dtype=wanted,
         num_cores=num_cores,
     )
+    cluster = decode.cluster
     dtype = wanted if decode.direct else jnp.dtype(jnp.float32)
     stage = (
         (tile.num_groups, decode.m, rows) if decode.direct else (tile.num_groups, rows, decode.m)
@@ -298,11 +311,12 @@ def decode_product(
             mosaic.shared((decode.num_stages, decode.scale_columns), jnp.float32, matrix=False),
             mosaic.shared(stage, dtype, matrix=False),
             mosaic.Barrier(num_arrivals=3, num_barriers=decode.num_stages),
-            mosaic.Barrier(num_arrivals=tile.num_groups, num_barriers=decode.num_stages),
+            mosaic.empty_barrier(tile.num_groups, decode.num_stages, cluster=decode.cluster),
         ),
         grid=(decode.num_blocks,),
         grid_names=("block",),
         num_warpgroups=tile.num_groups + 1,
+        **({"cluster": (cluster,), "cluster_names": ("member",)} if cluster > 1 else {}),
     )
     out = launch(a, b, a_scales, b_scales)
     return out if decode.direct else out.sum(axis=0).T.astype(wanted)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.sharded import vary, varying_axes
+
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def align(group_sizes: Int[Array, " groups"], *, num_rows: int, tile_rows: int) 
     last = len(sizes) - 1
 
     tiles = jnp.arange(num_tiles(num_rows, len(sizes), tile_rows=tile_rows), dtype=jnp.int32)
-    group = jnp.searchsorted(ends, tiles, side="right").astype(jnp.int32)
+    group = _num_at_or_before(ends, tiles)
     tile_groups = jnp.where(group <= last, group, -1)
 
     known = jnp.minimum(group, last)
@@ -85,7 +87,7 @@ def align(group_sizes: Int[Array, " groups"], *, num_rows: int, tile_rows: int) 
     source = jnp.where(real, first_rows[known][:, None] + inside, num_rows).reshape(-1)
 
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    group_of_row = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
+    group_of_row = _num_at_or_before(jnp.cumsum(sizes), rows)
     of_row = jnp.minimum(group_of_row, last)
     place = bounds[of_row] * tile_rows + rows - first_rows[of_row]
     target = jnp.where(group_of_row <= last, place, len(tiles) * tile_rows)
@@ -95,3 +97,13 @@ def align(group_sizes: Int[Array, " groups"], *, num_rows: int, tile_rows: int) 
         target=target.astype(jnp.int32),
         bounds=bounds,
     )
+
+
+def _num_at_or_before(
+    ends: Int[Array, " groups"], places: Int[Array, " places"]
+) -> Int[Array, " places"]:
+    """For each place how many of the ascending `ends` are not above it."""
+    axes = varying_axes(ends)
+    # Sorting is slower, but the one method that takes operands that differ inside a shard_map.
+    method = "sort" if axes else "scan"
+    return jnp.searchsorted(ends, vary(places, axes), side="right", method=method).astype(jnp.int32)

@@ -2,12 +2,13 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic, sharded, tuning
-from pallas_kernels.formats import Quantized, round_up
+from pallas_kernels.formats import BLOCK, Quantized, round_up
 from pallas_kernels.grouped_matmul import mosaic_bfloat16
 from pallas_kernels.grouped_matmul.cases import GroupedCase, Part
 from pallas_kernels.grouped_matmul.layout import GroupLayout
@@ -36,16 +37,24 @@ def rows_product(
     """
     if isinstance(x, Quantized) and isinstance(w, Quantized):
         b = w if transposed else w.mT
-        call = partial(_scaled_rows, case=case)
+        exact = b.values.shape[1] == case.n
+        call = partial(_scaled_rows, num_columns=None if exact else case.n, case=case)
         rule = sharded.ShardRule(
-            operands=("mk", "gnk", "mK", "gNK", "t"), results=("mo",), whole="mkgnt"
+            operands=("mk", "gnk", "mK", "gNK", "t"),
+            results=("mn" if exact else "mo",),
+            blocks={"K": ("k", BLOCK), "N": ("n", BLOCK)},
+            contracted="k",
+            # Padded columns are cropped from the result, so its parts would not match B's.
+            whole="mgt" if exact else "mgtn",
         )
         operands = (x.values, b.values, x.scales, b.scales, layout.tile_groups)
-        return sharded.partitioned(call, rule)(*operands)
+        return sharded.partitioned(call, rule, sum_dtype=jnp.float32)(*operands)
     call = partial(_plain_rows, case=case, transposed=transposed)
     w_letters = "gnk" if transposed else "gkn"
-    rule = sharded.ShardRule(operands=("mk", w_letters, "t"), results=("mn",), whole="mgtk")
-    return sharded.partitioned(call, rule)(x, w, layout.tile_groups)
+    rule = sharded.ShardRule(
+        operands=("mk", w_letters, "t"), results=("mn",), contracted="k", whole="mgt"
+    )
+    return sharded.partitioned(call, rule, sum_dtype=jnp.float32)(x, w, layout.tile_groups)
 
 
 def inner_product(
@@ -59,7 +68,10 @@ def inner_product(
         a, b = x.mT, grad.mT
         call = partial(_scaled_inner, case=case)
         rule = sharded.ShardRule(
-            operands=("km", "nm", "kM", "nM", "g"), results=("akn",), whole="kmng"
+            operands=("km", "nm", "kM", "nM", "g"),
+            results=("akn",),
+            blocks={"M": ("m", BLOCK)},
+            whole="mg",
         )
         operands = (a.values, b.values, a.scales, b.scales, layout.bounds)
         return sharded.partitioned(call, rule)(*operands)
@@ -94,22 +106,25 @@ def _scaled_rows(
     b_scales: Array,
     tile_groups: Array,
     *,
+    num_columns: int | None,
     case: GroupedCase,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Array:
+    columns = b.shape[1] if num_columns is None else num_columns
     out = block_scaled_product(
         a,
         b,
         a_scales=a_scales.T,
         b_scales=b_scales,
         b_scales_by_row=False,
-        num_columns=case.n,
+        num_columns=columns,
         tile=tile_of(case),
         num_cores=case.hardware.num_cores,
-        out_dtype=case.out_dtype,
+        out_dtype=case.out_dtype if dtype is None else dtype,
         groups=tile_groups,
         grouping="rows",
     )
-    return out[:, : case.n]
+    return out[:, :columns]
 
 
 def _scaled_inner(
@@ -127,18 +142,24 @@ def _scaled_inner(
         a_scales=_whole_copies(a_scales.T),
         b_scales=_whole_copies(b_scales.T),
         b_scales_by_row=True,
-        num_columns=case.n,
+        num_columns=b.shape[0],
         tile=TILE,
         num_cores=case.hardware.num_cores,
         out_dtype=jnp.float32,
         groups=bounds,
         grouping="inner",
     )
-    return out[:, : case.k, : case.n]
+    return out[:, : a.shape[0], : b.shape[0]]
 
 
 def _plain_rows(
-    a: Array, b: Array, tile_groups: Array, *, case: GroupedCase, transposed: bool
+    a: Array,
+    b: Array,
+    tile_groups: Array,
+    *,
+    case: GroupedCase,
+    transposed: bool,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Array:
     num_columns = b.shape[-2] if transposed else b.shape[-1]
     out = mosaic_bfloat16.grouped_product(
@@ -148,7 +169,7 @@ def _plain_rows(
         grouping="rows",
         b_inner_first=not transposed,
         num_cores=case.hardware.num_cores,
-        out_dtype=case.out_dtype,
+        out_dtype=case.out_dtype if dtype is None else dtype,
         tile=tile_of(case),
     )
     return out[:, :num_columns]

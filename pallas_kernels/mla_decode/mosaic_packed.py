@@ -9,13 +9,16 @@ way, and the products of the page before still run.
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels import mosaic, sharded
@@ -38,8 +41,12 @@ NUM_SLOTS = 2
 HELD_CHUNKS = 2
 # Registers of an accumulating, the scoring and the unpacking warpgroup: at most 512 a lane group.
 ACCUMULATE_REGISTERS, SCORE_REGISTERS, UNPACK_REGISTERS = 160, 160, 32
-# Rows of the factors: one for each slot's fading factors, the final norm and log sum, slots' flags.
-NORM, LSE, FLAGS = NUM_SLOTS, NUM_SLOTS + 1, NUM_SLOTS + 2
+# Barriers of one array share one register of phases. Copied: one a chunk, then rope and
+# scales; full: one a chunk of each slot, then rope.
+COPIED_ROPE, COPIED_SCALES = NUM_CHUNKS, NUM_CHUNKS + 1
+FULL_ROPE = NUM_CHUNKS * NUM_SLOTS
+# Rows of the factors: one for each slot's fading factors, the final norm and log sum.
+NORM, LSE = NUM_SLOTS, NUM_SLOTS + 1
 # How far scores may exceed the maximum they are relative to, as in the bfloat16 kernel.
 SLACK = 8.0
 # Below every score; finite, because the difference of two infinities is NaN.
@@ -93,11 +100,8 @@ class _Refs(NamedTuple):
     page_ropes: Any
     weights: Any
     factors: Any
-    latents_in: Any
-    scales_in: Any
-    ropes_in: Any
+    copied: Any
     full: Any
-    full_rope: Any
     empty: Any
     weights_full: Any
     q_full: Any
@@ -136,7 +140,7 @@ class _Decode:
         @pl.when(num_pages > 0)
         def _() -> None:
             place = self.place(refs, jnp.int32(0))
-            fetch_scales(refs, place, jnp.int32(0))
+            fetch_scales(refs, place)
             for chunk in range(NUM_CHUNKS):
                 fetch_latents(refs, place, chunk)
             fetch_rope(refs, place)
@@ -144,6 +148,8 @@ class _Decode:
         page = partial(self.unpack_page, refs, num_pages)
         num_whole = jnp.minimum(lax.div(jnp.maximum(num_tokens, 0), jnp.int32(PAGE)), num_pages)
         lax.fori_loop(0, num_whole, lambda step, _: page(step), None)
+        # Read again: over the first loop there are no registers left to keep it.
+        num_tokens, num_pages = self.part(refs)
         lax.fori_loop(
             num_whole,
             num_pages,
@@ -166,21 +172,19 @@ class _Decode:
         # Read long before it is needed: it comes from device memory.
         next_place = self.place(refs, jnp.minimum(step + 1, num_pages - 1))
 
-        @pl.when(more)
-        def _() -> None:
-            fetch_scales(refs, next_place, 1 - slot)
-
-        mosaic.wait(refs.scales_in.at[slot])
+        mosaic.wait(refs.copied.at[COPIED_SCALES])
+        pieces = [pl.ds(at, PIECE) for at in range(0, PAGE, PIECE)]
+        scales = [
+            mosaic.load(refs.packed_scales.at[0, piece].T, layout=LATENTS.reduce(1))
+            for piece in pieces
+        ]
         for chunk in range(NUM_CHUNKS):
-            mosaic.wait(refs.latents_in.at[chunk])
+            mosaic.wait(refs.copied.at[chunk])
             self.wait_chunk(refs, step, chunk)
-            for at in range(0, PAGE, PIECE):
-                piece = pl.ds(at, PIECE)
+            for number, piece in enumerate(pieces):
+                alive = None if num_alive is None else num_alive - number * PIECE
                 source = refs.packed_latents.at[chunk, piece]
-                scales = refs.packed_scales.at[slot, piece].T
-                scales = mosaic.load(scales, layout=LATENTS.reduce(1))[chunk]
-                alive = None if num_alive is None else num_alive - at
-                refs.pages[slot, chunk, piece] = dequantise(source, scales, alive)
+                refs.pages[slot, chunk, piece] = dequantise(source, scales[number][chunk], alive)
             # All threads have read the bytes, and wgmma may read the values.
             mosaic.commit()
             mosaic.arrive(refs.full.at[NUM_CHUNKS * slot + chunk])
@@ -188,13 +192,15 @@ class _Decode:
             @pl.when(more)
             def _(chunk: int = chunk) -> None:
                 fetch_latents(refs, next_place, chunk)
+                if chunk == 0:
+                    fetch_scales(refs, next_place)
 
-        mosaic.wait(refs.ropes_in)
+        mosaic.wait(refs.copied.at[COPIED_ROPE])
         rope = mosaic.load(refs.packed_ropes, layout=ROPES)
         self.wait_scored(refs, step)
         refs.page_ropes[...] = rope
         mosaic.commit()
-        mosaic.arrive(refs.full_rope)
+        mosaic.arrive(refs.full.at[FULL_ROPE])
 
         @pl.when(more)
         def _() -> None:
@@ -226,6 +232,8 @@ class _Decode:
         carry = (mosaic.per_row(FAR_BELOW), mosaic.per_row(0.0))
         page = partial(self.score_page, refs, queries)
         carry = lax.fori_loop(0, num_unmasked, page, carry)
+        # Read again: over the first loop there are no registers left to keep it.
+        num_tokens, num_pages = self.part(refs)
         masked = partial(page, num_seen=self.num_seen(num_tokens))
         largest, mass = lax.fori_loop(num_unmasked, num_pages, masked, carry)
 
@@ -274,7 +282,7 @@ class _Decode:
             for chunk in range(NUM_CHUNKS):
                 mosaic.wait(refs.full.at[NUM_CHUNKS * slot + chunk])
                 mosaic.wgmma(acc, queries[chunk], refs.pages.at[slot, chunk].T)
-            mosaic.wait(refs.full_rope)
+            mosaic.wait(refs.full.at[FULL_ROPE])
             mosaic.wgmma(acc, queries[NUM_CHUNKS], refs.page_ropes.T)
 
         scores = mosaic.multiply(shape, issue)
@@ -284,27 +292,16 @@ class _Decode:
         scale = self.sm_scale * LOG2_E
         page_largest = scores.max(axis=1) * scale
         new_largest = jnp.where(page_largest > largest + SLACK, page_largest, largest)
-        refs.factors[FLAGS, slot] = jnp.max(new_largest - largest)
         fade = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_largest, shape, [0]))
         if num_seen is not None:
             # A row that sees nothing yet has a maximum as far below as its scores.
             weights = jnp.where(scores > FAR_BELOW / 2, weights, 0.0)
         refs.factors[slot] = fade
-        self.wait_weights(refs, step)
-        refs.weights[...] = weights.astype(jnp.bfloat16)
+        refs.weights[slot] = weights.astype(jnp.bfloat16)
         mosaic.commit()
         mosaic.arrive(refs.weights_full.at[slot])
         return new_largest, mass * fade + weights.sum(axis=1)
-
-    def wait_weights(self, refs: _Refs, step: Any) -> None:
-        """Return once both accumulating warpgroups have read the weights of the page before."""
-
-        @pl.when(step >= 1)
-        def _() -> None:
-            base = NUM_CHUNKS * lax.rem(step + 1, jnp.int32(NUM_SLOTS))
-            for half in range(2):
-                mosaic.wait(refs.empty.at[base + OWN_CHUNKS * half + OWN_CHUNKS - 1])
 
     def accumulate(self, refs: _Refs, half: Any) -> None:
         """An accumulating warpgroup: weights times its half of each page's channels."""
@@ -316,18 +313,14 @@ class _Decode:
             base = NUM_CHUNKS * slot + OWN_CHUNKS * half
             # Whoever has weights of a page has waited for all of it.
             mosaic.wait(refs.weights_full.at[slot])
-            total = lax.cond(
-                refs.factors[FLAGS, slot] > 0,
-                lambda total: total * self.per_row(refs, slot),
-                lambda total: total,
-                total,
-            )
+            fade = mosaic.load(refs.factors.at[slot], layout=mosaic.PER_ROW)
+            total = rescaled(total, fade)
 
             def issue(acc: Any) -> None:
                 for chunk in range(OWN_CHUNKS):
                     values = refs.pages.at[slot, OWN_CHUNKS * half + chunk]
                     columns = acc.at[:, pl.ds(chunk * CHUNK, CHUNK)]
-                    mosaic.wgmma(columns, refs.weights, values)
+                    mosaic.wgmma(columns, refs.weights.at[slot], values)
                 for chunk in range(OWN_CHUNKS):
                     mosaic.wgmma_wait(OWN_CHUNKS - 1 - chunk)
                     mosaic.arrive(refs.empty.at[base + chunk])
@@ -336,7 +329,8 @@ class _Decode:
 
         total = lax.fori_loop(0, num_pages, page, mosaic.zeros((ROWS, OWN)))
         mosaic.wait(refs.finished)
-        total = (total * self.per_row(refs, NORM)).astype(jnp.bfloat16)
+        norm = mosaic.load(refs.factors.at[NORM], layout=mosaic.PER_ROW)
+        total = (total * lax.broadcast_in_dim(norm, total.shape, [0])).astype(jnp.bfloat16)
         # Nobody reads or writes this half of a slot any more.
         stages = [refs.pages.at[0, OWN_CHUNKS * half + chunk] for chunk in range(OWN_CHUNKS)]
         for chunk, stage in enumerate(stages):
@@ -358,28 +352,54 @@ class _Decode:
 
         mosaic.wait_copy_out(0)
 
-    def per_row(self, refs: _Refs, row: Any) -> jax.Array:
-        """A row of the factors, broadcast to what one accumulating warpgroup holds."""
-        values = mosaic.load(refs.factors.at[row], layout=mosaic.PER_ROW)
-        return lax.broadcast_in_dim(values, (ROWS, OWN), [0])
+def rescaled(total: jax.Array, factors: jax.Array) -> jax.Array:
+    """`total`, an accumulator, times one factor a row; a warp whose factors are all 1 skips it."""
+    if mosaic.is_interpreting():
+        return total * lax.broadcast_in_dim(factors, total.shape, [0])
+
+    @mosaic.plgpu.inline_mgpu(
+        arg_types=(mosaic.ACCUMULATOR, mosaic.PER_ROW),
+        return_type=mosaic.plgpu.ShapeDtypeStruct(total.shape, total.dtype, mosaic.ACCUMULATOR),
+    )
+    def multiply(_: Any, total: Any, factors: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
+        differs = [
+            arith.cmpf(arith.CmpFPredicate.UNE, vector.extract(register, [], [0]), one)
+            for register in factors.registers.flat
+        ]
+        lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
+        some = nvvm.vote_sync(lanes, reduce(arith.ori, differs), "any")
+        branch = scf.IfOp(some, [r.type for r in total.registers.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scaled = total * factors.broadcast_in_dim(total.shape, (0,), total.layout)
+            scf.yield_(list(scaled.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(total.registers.flat))
+        registers = np.empty_like(total.registers)
+        for index, result in zip(np.ndindex(*registers.shape), branch.results, strict=True):
+            registers[index] = result
+        return type(total)(_registers=registers, _layout=total.layout, _is_signed=None)
+
+    return multiply(total, factors)
 
 
 def fetch_latents(refs: _Refs, place: Any, chunk: int) -> None:
     """Start the copy of one chunk of a page's bytes."""
     source = refs.latents.at[place, :, pl.ds(chunk * CHUNK, CHUNK)]
-    mosaic.copy_in(source, refs.packed_latents.at[chunk], refs.latents_in.at[chunk])
+    mosaic.copy_in(source, refs.packed_latents.at[chunk], refs.copied.at[chunk])
 
 
-def fetch_scales(refs: _Refs, place: Any, slot: Any) -> None:
+def fetch_scales(refs: _Refs, place: Any) -> None:
     """Start the copy of a page's scales."""
     source = refs.scales.at[place, :, pl.ds(LATENT // 4, NUM_CHUNKS)]
-    mosaic.copy_in(source, refs.packed_scales.at[slot], refs.scales_in.at[slot])
+    mosaic.copy_in(source, refs.packed_scales.at[0], refs.copied.at[COPIED_SCALES])
 
 
 def fetch_rope(refs: _Refs, place: Any) -> None:
     """Start the copy of a page's rope channels."""
     source = refs.ropes.at[place, :, pl.ds((LATENT + fp8_cache.SCALE_BYTES) // 2, ROPE)]
-    mosaic.copy_in(source, refs.packed_ropes, refs.ropes_in)
+    mosaic.copy_in(source, refs.packed_ropes, refs.copied.at[COPIED_ROPE])
 
 
 def dequantise(source: Any, scales: Any, num_alive: Any) -> Any:
@@ -427,17 +447,14 @@ def _scratch() -> dict[str, object]:
     memory: dict[str, object] = {
         "q_chunks": mosaic.shared((num_q_chunks, ROWS, CHUNK), bf16),
         "packed_latents": _bytes_of_rows((NUM_CHUNKS, PAGE, CHUNK), F8),
-        "packed_scales": mosaic.shared((NUM_SLOTS, PAGE, NUM_CHUNKS), jnp.float32, matrix=False),
+        "packed_scales": mosaic.shared((1, PAGE, NUM_CHUNKS), jnp.float32, matrix=False),
         "packed_ropes": _bytes_of_rows((PAGE, ROPE), bf16),
         "pages": mosaic.shared((NUM_SLOTS, NUM_CHUNKS, PAGE, CHUNK), bf16),
         "page_ropes": mosaic.shared((PAGE, ROPE), bf16),
-        "weights": mosaic.shared((ROWS, PAGE), bf16),
-        "factors": mosaic.shared((NUM_SLOTS + 3, ROWS), jnp.float32, matrix=False),
-        "latents_in": mosaic.Barrier(num_barriers=NUM_CHUNKS),
-        "scales_in": mosaic.Barrier(num_barriers=NUM_SLOTS),
-        "ropes_in": mosaic.Barrier(),
-        "full": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
-        "full_rope": mosaic.Barrier(),
+        "weights": mosaic.shared((NUM_SLOTS, ROWS, PAGE), bf16),
+        "factors": mosaic.shared((NUM_SLOTS + 2, ROWS), jnp.float32, matrix=False),
+        "copied": mosaic.Barrier(num_barriers=COPIED_SCALES + 1),
+        "full": mosaic.Barrier(num_barriers=FULL_ROPE + 1),
         "empty": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
         "weights_full": mosaic.Barrier(num_barriers=NUM_SLOTS),
         "q_full": mosaic.Barrier(num_arrivals=num_q_chunks + (1 if not in_registers else 0)),
@@ -523,7 +540,7 @@ def _launch(decode: _Decode, operands: tuple[Array, ...]) -> tuple[Array, Array]
         grid=(decode.batch, decode.num_splits, decode.num_rows // ROWS),
         grid_names=("sequence", "split", "rows"),
         num_warpgroups=4,
-        reduction_bytes=1024,
+        reduction_bytes=0,
     )
     out, lse = launch(*operands)
     return out, lse

@@ -40,7 +40,7 @@ from pallas_kernels.bench.timing import (
 
 CEILINGS = {"float8_flops": 1e15, "bfloat16_flops": 5e14, "copy_bps": 4e12}
 # One thread: the contexts in which kernels are interpreted belong to it.
-OPTIONS = Options(num_rounds=2, round_s=0.0, num_threads=1)
+OPTIONS = Options(num_rounds=2, round_s=0.0, rest_s=0.0, num_threads=1)
 
 
 @pytest.fixture

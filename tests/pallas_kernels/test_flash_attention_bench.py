@@ -9,7 +9,7 @@ from pallas_kernels.bench.measure import Options, Plan, measure
 from tests.pallas_kernels.attention_cases import stand_in_for_cudnn
 
 CEILINGS = {"bfloat16_flops": 5e14, "copy_bps": 4e12}
-OPTIONS = Options(num_rounds=1, num_threads=1)
+OPTIONS = Options(num_rounds=1, rest_s=0.0, num_threads=1)
 
 
 def test_every_candidate_gets_a_record_or_a_reason(monkeypatch):

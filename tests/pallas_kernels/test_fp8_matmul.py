@@ -45,13 +45,6 @@ def test_odd_shapes_are_right_in_every_row(m, n, k):
     check(m, n, k)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("m", ODD_SIZES)
-def test_every_combination_of_odd_sizes_is_right(m):
-    for n, k in itertools.product(ODD_SIZES, repeat=2):
-        check(m, n, k)
-
-
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("b_format", [WEIGHT, ACTIVATION], ids=str)
 def test_both_weight_formats_and_result_dtypes_are_right(b_format, out_dtype):

@@ -23,8 +23,9 @@ PERSISTENT = [
 DECODE = [
     ((8, 128, 512), DecodeTile(num_groups=1, num_splits=1, num_stages=3)),
     ((64, 200, 640), DecodeTile(num_groups=2, num_splits=3, num_stages=4)),
-    # More parts than blocks, directly stored.
+    # More parts than blocks, directly stored; blocks that share the tokens.
     ((16, 392, 256), DecodeTile(num_groups=1, num_splits=1, num_stages=3)),
+    ((16, 392, 384), DecodeTile(num_groups=1, num_splits=2, num_stages=2, cluster=2)),
 ]
 
 

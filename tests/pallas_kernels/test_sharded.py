@@ -88,6 +88,22 @@ def test_an_inner_dim_that_is_not_whole_blocks_on_each_device_is_not_cut():
     assert seen[-1] == ((M, 768), (N, 768))
 
 
+def test_rows_that_a_reshape_leaves_on_a_part_of_an_axis_are_gathered_and_right():
+    mesh, seen = make_mesh(), []
+
+    def product(a, b):
+        seen.append(a.shape)
+        return jnp.einsum("smk,nk->smn", a, b, precision=jax.lax.Precision.HIGHEST)
+
+    call = partitioned(product, ShardRule(operands=("smk", "nk"), results=("smn",)))
+    a, b = make_operands()[:2]
+    on_mesh = jax.device_put(a, NamedSharding(mesh, P("tensor")))
+    # Four devices cut the rows; two pairs of them cut what is now the first dim.
+    found = jax.jit(lambda a, b: call(a.reshape(2, -1, K), b))(on_mesh, b)
+    np.testing.assert_allclose(found.reshape(M, N), a @ b.T, rtol=1e-4, atol=1e-3)
+    assert seen[-1] == (2, M // 2, K)
+
+
 def test_a_fully_manual_mesh_calls_the_kernel_on_its_shards():
     mesh, seen = make_mesh(), []
 
@@ -104,20 +120,6 @@ def test_a_fully_manual_mesh_calls_the_kernel_on_its_shards():
     assert seen == [((32, K), (N, K))]
 
 
-def test_a_partly_manual_mesh_is_refused_with_its_axes():
-    mesh, reasons = make_mesh(), []
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
-    )
-    def run(x):
-        reasons.append(sharded.refuses_mesh())
-        return x
-
-    jax.jit(run)(jnp.ones(4))
-    assert "manual in ('data',) only" in reasons[0]
-
-
 def test_mapping_over_the_stacked_operands_is_one_call_and_over_others_one_each():
     seen = []
 
@@ -131,3 +133,13 @@ def test_mapping_over_the_stacked_operands_is_one_call_and_over_others_one_each(
     assert seen[-1] == ((3, 2), (5,))
     assert jnp.array_equal(jax.vmap(run)(x, y), 5 * x)
     assert ((2,), (5,)) in seen
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (0, 0)])
+def test_mapping_over_a_call_with_several_results_maps_each(in_axes):
+    run = batched(lambda x, y: (x * y.sum(), {"scale": x + y.sum()}), stacked=(0,))
+    x, y = jnp.ones((3, 2)), jnp.ones((3, 5))
+    y = y if in_axes[1] == 0 else y[0]
+    product, rest = jax.vmap(run, in_axes=in_axes)(x, y)
+    assert jnp.array_equal(product, 5 * x)
+    assert jnp.array_equal(rest["scale"], x + 5)
