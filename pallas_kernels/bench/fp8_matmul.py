@@ -208,13 +208,18 @@ def named(sizes: Sizes) -> dict[str, int]:
 
 def tiles_to_try(sizes: Sizes) -> list[Tile | DecodeTile]:
     """The tiles that a sweep compares at `sizes`."""
-    if sizes[0] <= FEW_ROWS:
-        return [
-            DecodeTile(num_groups=groups, num_splits=splits, num_stages=stages)
-            for groups, stages in ((1, 8), (2, 6))
-            for splits in (1, 2, 3, 4, 6, 8)
-            if splits * 2 <= sizes[2] // BLOCK or splits == 1
-        ]
+    m, _, k = sizes
+    few: list[Tile | DecodeTile] = [
+        DecodeTile(num_groups=groups, num_splits=splits, num_stages=stages)
+        for groups, stages in ((1, 8), (2, 6), (3, 6))
+        for splits in (1, 2, 3, 4, 6, 8)
+        if splits * 2 <= k // BLOCK or splits == 1
+    ]
+    if m <= FEW_ROWS // 2:
+        return few
+    if m <= FEW_ROWS:
+        # Two warpgroups of rows: weights may as well take the columns.
+        return [*few, *(Tile(2, columns, num_stages=8) for columns in (64, 96, 128, 160, 192))]
     return [
         Tile(groups, columns, num_stages=7, snake=snake, cluster=cluster)
         for groups, columns in ((3, 128), (2, 192), (2, 160), (2, 128))

@@ -135,8 +135,10 @@ def choose_tile(m: int, n: int, *, k: int, by_row: bool, hardware: Hardware) -> 
     """Return the measured tile of the sizes, or else the heuristic's."""
     decode = m <= FEW_ROWS and not by_row
     settings = tuning.find("fp8_matmul", tuning_key(m, n, k), device=hardware.kind)
-    if settings is not None and ("num_splits" in settings) == decode:
-        return DecodeTile(**settings) if decode else Tile(**settings)
+    if settings is not None and "num_splits" not in settings:
+        return Tile(**settings)
+    if settings is not None and decode:
+        return DecodeTile(**settings)
     if decode:
         return _decode_heuristic(n, k, hardware)
     return min(TILES, key=lambda tile: _tile_cost(tile, (m, n), hardware.num_cores))

@@ -1,6 +1,5 @@
 """The block-scaled product: every size on the XLA path; operands that do not fit are refused."""
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
