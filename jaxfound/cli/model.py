@@ -32,7 +32,9 @@ def model_command(
     from jaxfound.models.summary import summarize
 
     cfg = model_of(preset)
-    console.print(table_of(summarize(cfg, seq_len=seq_len)))
+    summary = summarize(cfg, seq_len=seq_len)
+    console.print(table_of(summary))
+    console.print(in_short(summary))
     if params:
         table = Table("path", "shape", "dims", "kind", box=None, pad_edge=False)
         for spec in describe(cfg):
@@ -59,6 +61,19 @@ def model_of(preset: str) -> "ModelConfig":
             f"{preset!r} is neither a preset nor a file. Presets: {', '.join(PRESETS)}"
         )
     return load(Path(preset)).model
+
+
+def in_short(summary: "Summary") -> str:
+    """Return the counts to a hundredth of a million or billion, as publications give them."""
+    line = f"in short: {_rounded(summary.total)}"
+    if summary.active != summary.total:
+        line += f", of which a token uses {_rounded(summary.active)}"
+    ahead = f"; multi-token prediction {_rounded(summary.ahead)} apart" if summary.ahead else ""
+    return line + ahead
+
+
+def _rounded(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count >= 10**9 else f"{count / 1e6:,.2f} M"
 
 
 def table_of(summary: "Summary") -> Table:

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, cast
 
 import yaml
 
+from jaxfound.config.aliases import ALIASES
 from jaxfound.config.describe import Catalog
 from jaxfound.config.nearest import unknown_key
 from jaxfound.config.schema import ConfigError
@@ -25,6 +26,8 @@ class Origin:
         line: counted from 1; 0 when the source has no lines.
         column: counted from 1; 0 when the source has no lines.
         shown: the value as it was written.
+        word: the launcher's word that was written for a native key, if one was.
+        native: that key.
     """
 
     kind: Kind
@@ -32,6 +35,8 @@ class Origin:
     line: int = 0
     column: int = 0
     shown: str = ""
+    word: str = ""
+    native: str = ""
 
     @property
     def source(self) -> str:
@@ -43,7 +48,8 @@ class Origin:
     def message(self, key: str, text: str) -> str:
         """Return one line that says where, which key, and what is wrong."""
         if self.kind != "command line":
-            return f"{self.source}: {key}: {text}" if key else f"{self.source}: {text}"
+            name = f"{self.word} ({key})" if self.word and key == self.native else key
+            return f"{self.source}: {name}: {text}" if key else f"{self.source}: {text}"
         named = not key or self.place.startswith(key + "=")
         return f"command line: {self.place}: {text if named else f'{key}: {text}'}"
 
@@ -90,10 +96,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a source says: entries by dotted key, and the problems found while reading."""
+    """What a source says: entries by dotted key, and the problems found while reading.
+
+    Attributes:
+        source: who speaks.
+        entries: by native key.
+        words: by a torch launcher's word (config/aliases.py).
+        problems: what cannot be used.
+    """
 
     source: Source
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    words: dict[str, Entry] = field(default_factory=dict[str, Entry])
     problems: list[Problem] = field(default_factory=list[Problem])
 
     def refuse(self, node: yaml.Node, *, key: str, text: str) -> None:
@@ -154,6 +168,10 @@ def _read_key(
         entry = _read_value(value, layer, key=key)
         if entry is not None:
             layer.entries[key] = entry
+    elif key in ALIASES:
+        entry = _read_value(value, layer, key=key)
+        if entry is not None:
+            layer.words[key] = entry
     else:
         layer.refuse(name, key=key, text=unknown_key(key, catalog))
 

@@ -3,13 +3,14 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
+from jaxfound.config.alias_rules import Sheet, enter_aliases, report_aliases, resolve_aliases
 from jaxfound.config.describe import catalog
 from jaxfound.config.layers import Entry, Layer, Origin, Problem, Source, read_layer
 from jaxfound.config.nearest import nearest_word
@@ -26,10 +27,17 @@ Presets = Mapping[str, Mapping[str, object]]
 
 
 class Loaded(NamedTuple):
-    """A config and, by dotted key, the source of each value: `FILE:LINE`, `preset NAME` …"""
+    """A config and where it came from.
+
+    Attributes:
+        config: what was asked.
+        sources: by dotted key, the source of each value: `FILE:LINE`, `preset NAME` …
+        aliases: by a torch launcher's word that was used, what it came to: `key=value`.
+    """
 
     config: RunConfig
     sources: Mapping[str, str]
+    aliases: Mapping[str, str]
 
 
 def load(
@@ -124,24 +132,39 @@ def _combine(own: Layer, overrides: Sequence[str], *, presets: Presets) -> Loade
     layers = [own, *commands]
     chosen = _last(layers, "preset")
     problems = [problem for layer in layers for problem in layer.problems]
+    problems += [*enter_aliases([own]), *enter_aliases(commands)]
     preset, unknown = _read_preset(chosen, own, presets=presets)
     layers = [preset, *layers]
     problems += [*preset.problems, *unknown]
-    entries = {key: entry for layer in layers for key, entry in layer.entries.items()}
+    ranks = {layer.source.place: layer.source.rank for layer in layers}
+    sheet = Sheet(
+        words={word: entry for layer in layers for word, entry in layer.words.items()},
+        entries={key: entry for layer in layers for key, entry in layer.entries.items()},
+        rank=lambda origin: ranks[origin.place],
+    )
+    resolve_aliases(sheet)
+    problems += sheet.problems
+    entries = sheet.entries
     given = Given(
         entries=entries,
         place=own.source.place,
-        ranks={layer.source.place: layer.source.rank for layer in layers},
+        ranks=ranks,
         catalog=keys,
         presets=tuple(presets),
     )
-    config = _validate(given, problems)
+    config = _validate(given, problems, unknown=sheet.unknown)
     if config is None:
         raise ConfigError("\n".join(problem.text for problem in sorted(problems)))
     sources = {
-        key: entries[key].origin.source if key in entries else "default" for key in keys.rows
+        key: _written_at(entries[key].origin) if key in entries else "default"
+        for key in keys.rows
+        if "[]" not in key
     }
-    return Loaded(config, {key: source for key, source in sources.items() if "[]" not in key})
+    return Loaded(config, sources, report_aliases(sheet))
+
+
+def _written_at(origin: Origin) -> str:
+    return f"{origin.source}, {origin.word}" if origin.word else origin.source
 
 
 def _last(layers: Sequence[Layer], key: str) -> Entry | None:
@@ -220,9 +243,15 @@ def _read_preset(
     return layer, []
 
 
-def _validate(given: Given, problems: list[Problem]) -> RunConfig | None:
-    """Return the config, or None after adding what pydantic refuses to `problems`."""
-    refused = frozenset(problem.key for problem in problems)
+def _validate(given: Given, problems: list[Problem], *, unknown: Set[str]) -> RunConfig | None:
+    """Return the config, or None after adding what pydantic refuses to `problems`.
+
+    Args:
+        given: what all sources said.
+        problems: found before.
+        unknown: keys that are missing because of one of these problems.
+    """
+    refused = frozenset(problem.key for problem in problems) | unknown
     try:
         config = RunConfig.model_validate_json(json.dumps(_nest(given.entries)))
     except ValidationError as error:

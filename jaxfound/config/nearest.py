@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
+from jaxfound.config.aliases import ALIASES, nested_word
 from jaxfound.config.describe import Catalog
 
 CUTOFF = 0.7
@@ -19,6 +20,9 @@ def unknown_key(key: str, catalog: Catalog) -> str:
     section, _, name = key.rpartition(".")
     if name == "<<":
         return "merge keys are not read; write the keys of the other mapping out"
+    launcher = nested_word(section, name)
+    if launcher:
+        return f"unknown key. {launcher}"
     valid = [*sorted(catalog.sections), *catalog.rows]
     here = [path for path in valid if path.rpartition(".")[0] == section]
     word = name.lower().replace("-", "_")
@@ -30,6 +34,9 @@ def unknown_key(key: str, catalog: Catalog) -> str:
     near = _near(word, here) or _near(word, valid)
     if near:
         return f"unknown key. Did you mean {_list(near)}?"
+    words = difflib.get_close_matches(word, ALIASES, n=1, cutoff=CUTOFF)
+    if words and ALIASES[words[0]].key:
+        return f"unknown key. Did you mean {words[0]}, which is {ALIASES[words[0]].key} here?"
     where = f"of {section}" if section else "at the top"
     return f"unknown key. The keys {where} are {', '.join(catalog.children(section))}"
 

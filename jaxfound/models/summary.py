@@ -53,6 +53,11 @@ class Summary(NamedTuple):
         """Parameters of the main model that one token uses."""
         return sum(p.active for p in self.parts if p.name != MTP)
 
+    @property
+    def ahead(self) -> int:
+        """Parameters of the multi-token-prediction modules, apart from the main model's."""
+        return sum(p.total for p in self.parts if p.name == MTP)
+
 
 MTP = "multi-token prediction"
 # First match names the part of a path.

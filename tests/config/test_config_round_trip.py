@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfound.config import ConfigError, load, parse, save, to_yaml
+from jaxfound.config import PRESETS, ConfigError, load, parse, save, to_yaml
 
 BASE = {"preset": "tiny-dense", "train": {"steps": 50, "batch_size": 4, "seq_len": 16}}
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("round_trip")
 
 
-@pytest.mark.parametrize("preset", ["tiny-dense", "tiny-mla-moe"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_saved_preset_loads_equal_and_saves_the_same_text(folder, preset):
     cfg = parse({**BASE, "preset": preset})
     restored = round_trip(cfg, folder)
