@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 CONFIG ?= configs/tiny-mla-moe.yaml
 ARGS ?=
+# Test processes; each has eight virtual devices, so more than the cores are no gain.
+WORKERS ?= 2
 READY := $(VENV)/.ready-$(EXTRAS)
 
 export JAX_PLATFORMS ?= cpu
@@ -25,17 +27,16 @@ train: $(READY) ## train CONFIG (default: the tiny MLA + MoE model) on the embed
 	@$(BIN)/jaxfound train $(CONFIG) $(ARGS)
 
 test: $(READY) ## every test but the slow ones
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 test-slow: $(READY) ## the long proofs
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
-lint: $(READY) ## the gates, fastest first: format, lint, import floors, types, architecture
+lint: $(READY) ## the gates before the tests, fastest first: format, lint, import floors, types
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/pyright --pythonpath $(BIN)/python
-	@$(BIN)/python -m pytest -q tests/architecture
 
 fix: $(READY) ## format, and repair what ruff can repair
 	@$(BIN)/ruff format

@@ -224,6 +224,7 @@ def interpreted():
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_product_s_source_computes_the_product(name, interpreted):
     out_dtype = PRODUCTS[name][-1]
@@ -231,6 +232,7 @@ def test_the_product_s_source_computes_the_product(name, interpreted):
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODES)
 def test_the_decode_source_computes_attention(name, interpreted):
     assert interpreted[name].within(TOLERANCES["mla_decode", "bfloat16"]), interpreted[name]

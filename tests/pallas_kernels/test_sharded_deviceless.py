@@ -14,11 +14,12 @@ from pallas_kernels.flash_attention import cudnn_call, flash_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.linear import linear
 from pallas_kernels.mla_decode import mla_decode
-from pallas_kernels.sharded import ShardRule, on_automatic_axes
 
 REASON = deviceless.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
+# One case of each kind in the default run; a step for eight devices takes seconds to compile.
+SLOW = pytest.mark.slow
 AXES = ("data", "stage", "tensor")
 # Placement of x, w and the gradient on data x tensor → shapes of A in the three local products.
 STEPS = {
@@ -64,14 +65,19 @@ def first_operands(text):
 
 
 def linear_step(x, w, grad):
-    rule = ShardRule(operands=("stk", "kn"), results=("stn",), contracted="k")
-    product = on_automatic_axes(lambda x, w: linear(x, w, precision="fp8"), rule)
-    out, vjp = jax.vjp(product, x, w)
+    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision="fp8"), x, w)
     return out, vjp(grad)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("columns", AxisType.Auto),
+        ("rows", AxisType.Explicit),
+        pytest.param("columns", AxisType.Explicit, marks=SLOW),
+        pytest.param("rows", AxisType.Auto, marks=SLOW),
+    ],
+)
 def test_a_stage_of_a_pipeline_multiplies_its_shards_and_gathers_no_operand(name, kind):
     places, local = STEPS[name]
     shapes = ((8, 512, 1024), (1024, 2048), (8, 512, 2048))
@@ -88,7 +94,10 @@ def test_a_stage_of_a_pipeline_multiplies_its_shards_and_gathers_no_operand(name
         assert any("replica_groups=" in line for line in sums), axis
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["in a stage", "on the whole mesh"])
+@pytest.mark.parametrize(
+    "staged",
+    [pytest.param(True, id="in a stage"), pytest.param(False, id="on the whole mesh", marks=SLOW)],
+)
 def test_latent_decode_keeps_sequences_and_heads_on_their_devices(staged):
     text = compiled_text(
         lambda q, cache, table, lengths: mla_decode(
@@ -116,7 +125,11 @@ EXPERTS = {
 
 @pytest.mark.parametrize(
     ("name", "precision", "staged"),
-    [("columns", "fp8", True), ("rows", "fp8", False), ("rows", "bfloat16", True)],
+    [
+        ("columns", "fp8", True),
+        pytest.param("rows", "fp8", False, marks=SLOW),
+        pytest.param("rows", "bfloat16", True, marks=SLOW),
+    ],
 )
 def test_experts_cut_over_tensor_are_multiplied_where_they_lie(name, precision, staged):
     places, local = EXPERTS[name]
@@ -143,7 +156,7 @@ def test_experts_cut_over_tensor_are_multiplied_where_they_lie(name, precision, 
 @pytest.mark.skipif(
     cudnn_call.refuses_version() is not None, reason=str(cudnn_call.refuses_version())
 )
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=SLOW)])
 def test_attention_in_a_stage_keeps_rows_and_heads_on_their_devices(kind):
     def step(q, k, v, ids):
         return flash_attention(
