@@ -1,6 +1,6 @@
 """One prompt, one continuation: prefill the cache, then decode a token at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +12,12 @@ import numpy as np
 
 from jaxfound.config.load import load as load_config
 from jaxfound.config.schema import ConfigError
-from jaxfound.data.tokenizer import Tokenizer, load_tokenizer
+from jaxfound.data.text_stream import TextStream
+from jaxfound.data.tokenizer import JsonTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.models.cache import Cache, empty_cache
 from jaxfound.models.execution import Execution
+from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.serving.sampler import Sampling, sample
@@ -34,27 +36,48 @@ class Generator:
         arrays: its parameters and buffers.
         tokenizer: text to ids and back.
         step: training steps the weights have seen.
+        start: ids before a prompt that is text. None = bos, which began every document in our
+            training; for published weights, `JsonTokenizer.prompt_start`.
     """
 
     frame: Frame
     arrays: Arrays
     tokenizer: Tokenizer
     step: int
+    start: tuple[int, ...] | None = None
 
-    def text(self, prompt: str, *, max_tokens: int, sampling: Sampling = DEFAULT) -> str:
+    def text(
+        self, prompt: str | Sequence[int], *, max_tokens: int, sampling: Sampling = DEFAULT
+    ) -> str:
         """Return the continuation of `prompt`."""
-        ids = list(self.tokens(prompt, max_tokens=max_tokens, sampling=sampling))
-        return self.tokenizer.decode(ids)
+        return "".join(self.stream(prompt, max_tokens=max_tokens, sampling=sampling))
+
+    def stream(
+        self, prompt: str | Sequence[int], *, max_tokens: int, sampling: Sampling = DEFAULT
+    ) -> Iterator[str]:
+        """Yield the continuation in pieces, each as soon as its characters are complete."""
+        stream = TextStream(self.tokenizer)
+        for token in self.tokens(prompt, max_tokens=max_tokens, sampling=sampling):
+            if piece := stream.push(token):
+                yield piece
+        if piece := stream.finish():
+            yield piece
 
     def tokens(
-        self, prompt: str, *, max_tokens: int, sampling: Sampling = DEFAULT
+        self, prompt: str | Sequence[int], *, max_tokens: int, sampling: Sampling = DEFAULT
     ) -> Iterator[int]:
         """Yield the ids of the continuation, up to the end-of-text id or `max_tokens`.
 
+        Args:
+            prompt: text, or the ids of a whole prompt, such as `chat_ids` gives.
+            max_tokens: longest continuation.
+            sampling: how each is drawn; ids that the tokenizer does not have never are.
+
         Raises:
-            ConfigError: if prompt and continuation are longer than model.max_positions.
+            ConfigError: if prompt and continuation are longer than model.max_positions, or the
+                prompt is empty.
         """
-        prompt_T = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        prompt_T = self._prompt(prompt)
         limit = self.frame.cfg.max_positions
         if max_tokens < 1 or len(prompt_T) + max_tokens > limit:
             raise ConfigError(
@@ -75,6 +98,16 @@ class Generator:
             yield int(token[0])
             position = jnp.full((1, 1), len(prompt_T) + i, jnp.int32)
             row, cache = self._decode(self.arrays, token[:, None], cache, position)
+
+    def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return all ids before the continuation."""
+        start = (self.tokenizer.bos_id,) if self.start is None else self.start
+        text = isinstance(prompt, str)
+        ids = [*start, *self.tokenizer.encode(prompt).tolist()] if text else list(prompt)
+        if not ids:
+            raise ConfigError("an empty prompt has nothing to continue: this model's prompts do "
+                              "not begin with a start token. Give it some text")  # fmt: skip
+        return ids
 
     def _empty(self, num_tokens: int) -> Cache:
         dtype = self.frame.execution.dtype
@@ -100,7 +133,15 @@ class Generator:
 
     @cached_property
     def _sample(self):  # noqa: ANN202
-        return jax.jit(sample, static_argnames="sampling")
+        num_ids = self.tokenizer.vocab_size
+
+        # Published vocabularies hold rows beyond the tokenizer's ids; trained or not, they name
+        # no token.
+        def draw(logits: jax.Array, key: jax.Array, *, sampling: Sampling) -> jax.Array:
+            real = jnp.arange(logits.shape[-1])[None, :] < num_ids
+            return sample(jnp.where(real, logits, NEG_INF), key, sampling=sampling)
+
+        return jax.jit(draw, static_argnames="sampling")
 
 
 def rounded(num_tokens: int) -> int:
@@ -108,15 +149,19 @@ def rounded(num_tokens: int) -> int:
     return -(-num_tokens // SIZE_STEP) * SIZE_STEP
 
 
-def load_generator(run: Path, *, step: int | None = None) -> Generator:
+def load_generator(
+    run: Path, *, step: int | None = None, tokenizer: str | None = None
+) -> Generator:
     """Return a generator of the weights in a run's directory.
 
     Args:
         run: the directory, as `jaxfound train` names it.
         step: which checkpoint; the newest intact one by default.
+        tokenizer: in place of the run's data.tokenizer, whose file may have moved.
 
     Raises:
         CheckpointError: if there is no run, or no checkpoint, or it is damaged.
+        DataError: if the tokenizer cannot be read, or has more ids than the model.
     """
     there = RunDirectory(run)
     if not there.config.exists():
@@ -126,8 +171,12 @@ def load_generator(run: Path, *, step: int | None = None) -> Generator:
         )
     cfg = load_config(there.config)
     frame = Frame(cfg.model, execution=Execution(precision=cfg.precision))
+    words = load_tokenizer(tokenizer or cfg.data.tokenizer)
+    check_vocabulary(words, vocab_size=cfg.model.vocab_size)
     arrays, found = load_weights(there, frame, step=step)
-    return Generator(frame, arrays, load_tokenizer(cfg.data.tokenizer), found)
+    # Step 0 was not trained here: its prompts begin as where it was published.
+    start = words.prompt_start if found == 0 and isinstance(words, JsonTokenizer) else None
+    return Generator(frame, arrays, words, found, start)
 
 
 def load_weights(there: RunDirectory, frame: Frame, *, step: int | None) -> tuple[Arrays, int]:

@@ -47,6 +47,7 @@ OPTIONAL = {
     "grain",
     "jax_triton",
     "jax_cuda13_plugin",
+    "jinja2",
     "matplotlib",
     "prometheus_client",
     "pyarrow",

