@@ -367,7 +367,7 @@ def _attend(
     if padded != rows:
         flat = jnp.pad(flat, ((0, 0), (0, padded - rows), (0, 0)))
     max_pages = block_table.shape[1]
-    pages_per_split = _pages_per_split(
+    pages = pages_per_split(
         batch * padded // ROWS, max_pages, options["split_len"], case.hardware.num_cores
     )
     decode = _Decode(
@@ -375,13 +375,13 @@ def _attend(
         num_rows=padded,
         num_heads=num_heads,
         num_queries=num_queries,
-        pages_per_split=pages_per_split,
-        num_splits=max(1, -(-max_pages // pages_per_split)),
+        pages_per_split=pages,
+        num_splits=max(1, -(-max_pages // pages)),
         sm_scale=options["sm_scale"],
     )
     parts, lse = _launch(decode, (flat, cache, block_table, lengths))
     if decode.num_splits > 1:
-        out, lse = mosaic_combine.combine(parts, lse, lengths, split_len=pages_per_split * PAGE)
+        out, lse = mosaic_combine.combine(parts, lse, lengths, split_len=pages * PAGE)
     else:
         lse = jnp.where(lse[0] > FAR_BELOW / 2, lse[0] / LOG2_E, jnp.inf)
         out = parts[0]
@@ -409,7 +409,7 @@ def _launch(decode: _Decode, operands: tuple[Array, Array, Array, Array]) -> tup
     return out, lse
 
 
-def _pages_per_split(num_blocks: int, max_pages: int, split_len: int | None, num_cores: int) -> int:
+def pages_per_split(num_blocks: int, max_pages: int, split_len: int | None, num_cores: int) -> int:
     """Pages of one part: from `split_len`, else so that the blocks fill the cores once."""
     if split_len is not None:
         return max(1, split_len // PAGE)

@@ -1,10 +1,14 @@
 """MLA decode on Hopper over the packed 8-bit cache: pages become bfloat16 in shared memory.
 
-A block takes 64 query rows and one part of the sequence, as the bfloat16 kernel does, and a page
-goes through it the same way. What differs is who brings it: wgmma wants both operands in
-bfloat16, so one warpgroup copies the packed bytes in, multiplies them by their scales in float32
-and rounds once. A quarter of a page moves on its own: while one is unpacked, the next is on its
-way, and the products of the page before still run.
+As in the bfloat16 kernel, a block takes 64 query rows and one part of the sequence, one warpgroup
+scores and two accumulate. wgmma wants both operands in bfloat16, so the fourth warpgroup copies
+packed bytes in, multiplies them by their scales in float32 and rounds once. It works on quarters
+of a page: while one is unpacked the next are on their way, and the products of the page before
+still run. Two whole unpacked pages, so that none waits for the other's products, leave no room
+for all queries: half of them stay in the scoring warpgroup's registers.
+
+The scoring warpgroup is what the others wait for, so it signals once a page. Sums are rescaled
+only where a maximum moved by more than `SLACK`, and each warp sees for itself whether one did.
 """
 
 import math
@@ -22,54 +26,33 @@ from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels import mosaic, sharded
-from pallas_kernels.formats import BLOCK
-from pallas_kernels.mla_decode import fp8_cache, mosaic_combine
+from pallas_kernels.mla_decode import mosaic_combine, mosaic_gpu, mosaic_unpack
 from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, MlaCase
+from pallas_kernels.mla_decode.mosaic_unpack import CHUNK, NUM_CHUNKS
 from pallas_kernels.mla_decode.reference import Decoded
 
 ROWS = mosaic.WARPGROUP_ROWS
-# A page is copied, unpacked, scored and released in the chunks that have one scale a token.
-CHUNK = BLOCK
-NUM_CHUNKS = LATENT // CHUNK
 # Chunks, and channels, of one accumulating warpgroup.
 OWN_CHUNKS = NUM_CHUNKS // 2
 OWN = OWN_CHUNKS * CHUNK
 # Unpacked pages in flight: one is scored or accumulated while the other is unpacked.
 NUM_SLOTS = 2
-# Chunks of the queries that stay in the scoring warpgroup's registers: two unpacked pages and the
-# bytes of a third leave room for half of the queries, and wgmma reads registers for free.
+# Chunks of the queries that stay in the scoring warpgroup's registers, which wgmma reads for free.
 HELD_CHUNKS = 2
 # Registers of an accumulating, the scoring and the unpacking warpgroup: at most 512 a lane group.
-ACCUMULATE_REGISTERS, SCORE_REGISTERS, UNPACK_REGISTERS = 160, 160, 32
-# Barriers of one array share one register of phases. Copied: one a chunk, then rope and
-# scales; full: one a chunk of each slot, then rope.
-COPIED_ROPE, COPIED_SCALES = NUM_CHUNKS, NUM_CHUNKS + 1
+ACCUMULATE_REGISTERS, SCORE_REGISTERS, UNPACK_REGISTERS = 160, 152, 40
+# The chunk after which a page's scales are read a second time: registers hold half of them.
+LAST_OF_FIRST_SCALES = 1
+# Barriers of what is unpacked: one a chunk of each slot, then rope.
 FULL_ROPE = NUM_CHUNKS * NUM_SLOTS
 # Rows of the factors: one for each slot's fading factors, the final norm and log sum.
 NORM, LSE = NUM_SLOTS, NUM_SLOTS + 1
 # How far scores may exceed the maximum they are relative to, as in the bfloat16 kernel.
 SLACK = 8.0
-# Below every score; finite, because the difference of two infinities is NaN.
-FAR_BELOW = -1e30
+# The maximum before any score, and below it a score that does not count; finite, because the
+# difference of two infinities is NaN.
+LOWEST, FAR_BELOW = -1e25, -1e30
 LOG2_E = math.log2(math.e)
-F8 = jnp.float8_e4m3fn
-# Tokens that are unpacked at once: all of a chunk would not fit the warpgroup's registers.
-PIECE = 32
-# How the threads share a piece: four neighbours take one token, so a thread needs one scale, and 8
-# channels at a time, 8 bytes in and 16 out. The order of tokens keeps both free of bank conflicts.
-LATENTS = mosaic.plgpu.Layout.TILED(
-    mosaic.plgpu.Tiling(((PIECE, 32), (8, 32), (4, 32), (2, 32), (8,))),
-    warp_dims=(-9,),
-    lane_dims=(-3, -5, -7, -2),
-    vector_dim=-1,
-)
-# The same for rope channels, which are only moved.
-ROPES = mosaic.plgpu.Layout.TILED(
-    mosaic.plgpu.Tiling(((16, ROPE), (4, ROPE), (8,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
 
 
 def refuses(case: MlaCase) -> str | None:
@@ -140,63 +123,55 @@ class _Decode:
         @pl.when(num_pages > 0)
         def _() -> None:
             place = self.place(refs, jnp.int32(0))
-            fetch_scales(refs, place)
+            mosaic_unpack.fetch_scales(refs, place)
             for chunk in range(NUM_CHUNKS):
-                fetch_latents(refs, place, chunk)
-            fetch_rope(refs, place)
+                mosaic_unpack.fetch_latents(refs, place, chunk)
+            mosaic_unpack.fetch_rope(refs, place)
 
-        page = partial(self.unpack_page, refs, num_pages)
-        num_whole = jnp.minimum(lax.div(jnp.maximum(num_tokens, 0), jnp.int32(PAGE)), num_pages)
-        lax.fori_loop(0, num_whole, lambda step, _: page(step), None)
-        # Read again: over the first loop there are no registers left to keep it.
-        num_tokens, num_pages = self.part(refs)
-        lax.fori_loop(
-            num_whole,
-            num_pages,
-            lambda step, _: page(step, num_alive=num_tokens - step * PAGE),
-            None,
-        )
+        page = partial(self.unpack_page, refs, num_tokens, num_pages)
+        lax.fori_loop(0, num_pages, lambda step, _: page(step), None)
         for behind in range(NUM_SLOTS):
             for chunk in range(NUM_CHUNKS):
                 self.wait_chunk(refs, num_pages + behind, chunk)
+        self.wait_scored(refs, num_pages)
 
     def place(self, refs: _Refs, step: Any) -> Any:
         """Where in the cache page number `step` of this block's part is."""
         index = lax.axis_index("split") * self.pages_per_split + step
         return refs.block_table[lax.axis_index("sequence"), index]
 
-    def unpack_page(self, refs: _Refs, num_pages: Any, step: Any, *, num_alive: Any = None) -> None:
+    def unpack_page(self, refs: _Refs, num_tokens: Any, num_pages: Any, step: Any) -> None:
         """Unpack one page chunk by chunk, and start the copy of the next one behind it."""
         slot = lax.rem(step, jnp.int32(NUM_SLOTS))
         more = step + 1 < num_pages
         # Read long before it is needed: it comes from device memory.
         next_place = self.place(refs, jnp.minimum(step + 1, num_pages - 1))
 
-        mosaic.wait(refs.copied.at[COPIED_SCALES])
-        pieces = [pl.ds(at, PIECE) for at in range(0, PAGE, PIECE)]
-        scales = [
-            mosaic.load(refs.packed_scales.at[0, piece].T, layout=LATENTS.reduce(1))
-            for piece in pieces
-        ]
+        mosaic.wait(refs.copied.at[mosaic_unpack.COPIED_SCALES])
+        pieces = [pl.ds(at, mosaic_unpack.PIECE) for at in range(0, PAGE, mosaic_unpack.PIECE)]
+        load_scales = partial(mosaic_unpack.load_scales, refs, num_tokens - step * PAGE)
+        scales = [load_scales(piece) for piece in pieces]
         for chunk in range(NUM_CHUNKS):
             mosaic.wait(refs.copied.at[chunk])
             self.wait_chunk(refs, step, chunk)
             for number, piece in enumerate(pieces):
-                alive = None if num_alive is None else num_alive - number * PIECE
                 source = refs.packed_latents.at[chunk, piece]
-                refs.pages[slot, chunk, piece] = dequantise(source, scales[number][chunk], alive)
+                values = mosaic_unpack.dequantise(source, scales[number][chunk])
+                refs.pages[slot, chunk, piece] = values
+            if chunk == LAST_OF_FIRST_SCALES:
+                scales = [load_scales(piece) for piece in pieces]
             # All threads have read the bytes, and wgmma may read the values.
             mosaic.commit()
             mosaic.arrive(refs.full.at[NUM_CHUNKS * slot + chunk])
 
             @pl.when(more)
             def _(chunk: int = chunk) -> None:
-                fetch_latents(refs, next_place, chunk)
-                if chunk == 0:
-                    fetch_scales(refs, next_place)
+                mosaic_unpack.fetch_latents(refs, next_place, chunk)
+                if chunk == LAST_OF_FIRST_SCALES:
+                    mosaic_unpack.fetch_scales(refs, next_place)
 
-        mosaic.wait(refs.copied.at[COPIED_ROPE])
-        rope = mosaic.load(refs.packed_ropes, layout=ROPES)
+        mosaic.wait(refs.copied.at[mosaic_unpack.COPIED_ROPE])
+        rope = mosaic.load(refs.packed_ropes, layout=mosaic_unpack.ROPES)
         self.wait_scored(refs, step)
         refs.page_ropes[...] = rope
         mosaic.commit()
@@ -204,7 +179,7 @@ class _Decode:
 
         @pl.when(more)
         def _() -> None:
-            fetch_rope(refs, next_place)
+            mosaic_unpack.fetch_rope(refs, next_place)
 
     def wait_chunk(self, refs: _Refs, step: Any, chunk: int) -> None:
         """Return once the slot that a chunk of `step` will take is read to the end."""
@@ -229,7 +204,7 @@ class _Decode:
         # Pages that every query token sees to the end need no mask.
         seen_by_all = jnp.maximum(num_tokens - self.num_queries + 1, 0)
         num_unmasked = jnp.minimum(lax.div(seen_by_all, jnp.int32(PAGE)), num_pages)
-        carry = (mosaic.per_row(FAR_BELOW), mosaic.per_row(0.0))
+        carry = (mosaic.per_row(LOWEST), mosaic.per_row(0.0))
         page = partial(self.score_page, refs, queries)
         carry = lax.fori_loop(0, num_unmasked, page, carry)
         # Read again: over the first loop there are no registers left to keep it.
@@ -286,17 +261,16 @@ class _Decode:
             mosaic.wgmma(acc, queries[NUM_CHUNKS], refs.page_ropes.T)
 
         scores = mosaic.multiply(shape, issue)
+        scale = self.sm_scale * LOG2_E
         if num_seen is not None:
             token = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.ACCUMULATOR)
-            scores = jnp.where(token + step * PAGE < num_seen, scores, FAR_BELOW)
-        scale = self.sm_scale * LOG2_E
+            # Still far below the lowest maximum when it has been scaled.
+            unseen = max(FAR_BELOW / scale, -3e38)
+            scores = jnp.where(token + step * PAGE < num_seen, scores, unseen)
         page_largest = scores.max(axis=1) * scale
         new_largest = jnp.where(page_largest > largest + SLACK, page_largest, largest)
         fade = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_largest, shape, [0]))
-        if num_seen is not None:
-            # A row that sees nothing yet has a maximum as far below as its scores.
-            weights = jnp.where(scores > FAR_BELOW / 2, weights, 0.0)
         refs.factors[slot] = fade
         refs.weights[slot] = weights.astype(jnp.bfloat16)
         mosaic.commit()
@@ -352,6 +326,7 @@ class _Decode:
 
         mosaic.wait_copy_out(0)
 
+
 def rescaled(total: jax.Array, factors: jax.Array) -> jax.Array:
     """`total`, an accumulator, times one factor a row; a warp whose factors are all 1 skips it."""
     if mosaic.is_interpreting():
@@ -370,7 +345,7 @@ def rescaled(total: jax.Array, factors: jax.Array) -> jax.Array:
         ]
         lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
         some = nvvm.vote_sync(lanes, reduce(arith.ori, differs), "any")
-        branch = scf.IfOp(some, [r.type for r in total.registers.flat], has_else=True)
+        branch: Any = scf.IfOp(some, [r.type for r in total.registers.flat], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             scaled = total * factors.broadcast_in_dim(total.shape, (0,), total.layout)
             scf.yield_(list(scaled.registers.flat))
@@ -382,39 +357,6 @@ def rescaled(total: jax.Array, factors: jax.Array) -> jax.Array:
         return type(total)(_registers=registers, _layout=total.layout, _is_signed=None)
 
     return multiply(total, factors)
-
-
-def fetch_latents(refs: _Refs, place: Any, chunk: int) -> None:
-    """Start the copy of one chunk of a page's bytes."""
-    source = refs.latents.at[place, :, pl.ds(chunk * CHUNK, CHUNK)]
-    mosaic.copy_in(source, refs.packed_latents.at[chunk], refs.copied.at[chunk])
-
-
-def fetch_scales(refs: _Refs, place: Any) -> None:
-    """Start the copy of a page's scales."""
-    source = refs.scales.at[place, :, pl.ds(LATENT // 4, NUM_CHUNKS)]
-    mosaic.copy_in(source, refs.packed_scales.at[0], refs.copied.at[COPIED_SCALES])
-
-
-def fetch_rope(refs: _Refs, place: Any) -> None:
-    """Start the copy of a page's rope channels."""
-    source = refs.ropes.at[place, :, pl.ds((LATENT + fp8_cache.SCALE_BYTES) // 2, ROPE)]
-    mosaic.copy_in(source, refs.packed_ropes, refs.copied.at[COPIED_ROPE])
-
-
-def dequantise(source: Any, scales: Any, num_alive: Any) -> Any:
-    """Bytes of some tokens times their scales, rounded once; zeros behind the last token.
-
-    There, zero weight times NaN would be NaN.
-    """
-    shape = source.shape
-    values = mosaic.load(source, layout=LATENTS).astype(jnp.float32)
-    scales = lax.broadcast_in_dim(scales, shape, [0])
-    if num_alive is not None:
-        token = mosaic.broadcasted_iota(jnp.int32, shape, 0, layout=LATENTS)
-        values = jnp.where(token < num_alive, values, 0.0)
-        scales = jnp.where(token < num_alive, scales, 0.0)
-    return (values * scales).astype(jnp.bfloat16)
 
 
 def _body(decode: _Decode, names: tuple[str, ...], *refs: Any) -> None:
@@ -429,15 +371,6 @@ def _body(decode: _Decode, names: tuple[str, ...], *refs: Any) -> None:
     )
 
 
-def _bytes_of_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Shared memory for rows of 128 bytes that no wgmma reads.
-
-    Rows of the cache are no multiple of a wgmma pattern, so none can be cut out of them.
-    """
-    swizzle = mosaic.plgpu.SwizzleTransform(mosaic.SWIZZLE_BYTES)
-    return mosaic.plgpu.SMEM(shape, dtype, transforms=(swizzle,))
-
-
 def _scratch() -> dict[str, object]:
     """Shared memory of one block, by the field of `_Refs` that holds it."""
     bf16 = jnp.bfloat16
@@ -446,14 +379,14 @@ def _scratch() -> dict[str, object]:
     num_q_chunks = NUM_CHUNKS - in_registers
     memory: dict[str, object] = {
         "q_chunks": mosaic.shared((num_q_chunks, ROWS, CHUNK), bf16),
-        "packed_latents": _bytes_of_rows((NUM_CHUNKS, PAGE, CHUNK), F8),
+        "packed_latents": mosaic_unpack.byte_rows((NUM_CHUNKS, PAGE, CHUNK), mosaic_unpack.F8),
         "packed_scales": mosaic.shared((1, PAGE, NUM_CHUNKS), jnp.float32, matrix=False),
-        "packed_ropes": _bytes_of_rows((PAGE, ROPE), bf16),
+        "packed_ropes": mosaic_unpack.byte_rows((PAGE, ROPE), bf16),
         "pages": mosaic.shared((NUM_SLOTS, NUM_CHUNKS, PAGE, CHUNK), bf16),
         "page_ropes": mosaic.shared((PAGE, ROPE), bf16),
         "weights": mosaic.shared((NUM_SLOTS, ROWS, PAGE), bf16),
         "factors": mosaic.shared((NUM_SLOTS + 2, ROWS), jnp.float32, matrix=False),
-        "copied": mosaic.Barrier(num_barriers=COPIED_SCALES + 1),
+        "copied": mosaic.Barrier(num_barriers=mosaic_unpack.NUM_COPIED),
         "full": mosaic.Barrier(num_barriers=FULL_ROPE + 1),
         "empty": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
         "weights_full": mosaic.Barrier(num_barriers=NUM_SLOTS),
@@ -492,8 +425,12 @@ def _attend(
     flat = q.reshape(batch, rows, width).astype(jnp.bfloat16)
     if padded != rows:
         flat = jnp.pad(flat, ((0, 0), (0, padded - rows), (0, 0)))
+    sm_scale = options["sm_scale"]
+    if sm_scale <= 0:
+        # The kernel wants scores to grow with the products, and what is unseen to be far below.
+        flat, sm_scale = flat * jnp.bfloat16(np.sign(sm_scale)), abs(sm_scale) or 1.0
     max_pages = block_table.shape[1]
-    pages_per_split = _pages_per_split(
+    pages_per_split = mosaic_gpu.pages_per_split(
         batch * padded // ROWS, max_pages, options["split_len"], case.hardware.num_cores
     )
     decode = _Decode(
@@ -503,9 +440,9 @@ def _attend(
         num_queries=num_queries,
         pages_per_split=pages_per_split,
         num_splits=max(1, -(-max_pages // pages_per_split)),
-        sm_scale=options["sm_scale"],
+        sm_scale=sm_scale,
     )
-    parts, lse = _launch(decode, (flat, *_views(cache), block_table, lengths))
+    parts, lse = _launch(decode, (flat, *mosaic_unpack.views(cache), block_table, lengths))
     if decode.num_splits > 1:
         out, lse = mosaic_combine.combine(parts, lse, lengths, split_len=pages_per_split * PAGE)
     else:
@@ -513,17 +450,6 @@ def _attend(
         out = parts[0]
     shape = (batch, num_queries, num_heads)
     return out[:, :rows].reshape(*shape, LATENT).astype(q.dtype), lse[:, :rows].reshape(shape)
-
-
-def _views(cache: Array) -> tuple[Array, Array, Array]:
-    """The bytes as latents, as scales and as rope channels; XLA moves none of them."""
-
-    def view(dtype: jax.typing.DTypeLike) -> Array:
-        size = jnp.dtype(dtype).itemsize
-        parts = cache if size == 1 else cache.reshape(*cache.shape[:2], -1, size)
-        return lax.bitcast_convert_type(parts, dtype)
-
-    return view(F8), view(jnp.float32), view(jnp.bfloat16)
 
 
 def _launch(decode: _Decode, operands: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -544,11 +470,3 @@ def _launch(decode: _Decode, operands: tuple[Array, ...]) -> tuple[Array, Array]
     )
     out, lse = launch(*operands)
     return out, lse
-
-
-def _pages_per_split(num_blocks: int, max_pages: int, split_len: int | None, num_cores: int) -> int:
-    """Pages of one part: from `split_len`, else so that the blocks fill the cores once."""
-    if split_len is not None:
-        return max(1, split_len // PAGE)
-    splits = max(1, min(num_cores // max(num_blocks, 1), max_pages // 4))
-    return max(1, -(-max_pages // splits))

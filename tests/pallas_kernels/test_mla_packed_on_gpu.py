@@ -9,7 +9,13 @@ from pallas_kernels import hardware
 from pallas_kernels.accuracy import TOLERANCES, difference
 from pallas_kernels.mla_decode import mla_decode, unpack
 from tests.pallas_kernels.test_fp8_on_gpu import poison_memory
-from tests.pallas_kernels.test_mla_packed import NAN_BYTE, OPTIONS, make_packed
+from tests.pallas_kernels.test_mla_packed import (
+    NAN_BYTE,
+    OPTIONS,
+    check_every_byte,
+    make_packed,
+    one_token_of_every_byte,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +64,13 @@ def test_ragged_lengths_are_right_whole_and_in_parts(batch_size, largest, split_
 
 def test_scales_of_any_value_are_multiplied_before_the_one_rounding():
     check(make_packed([700, 64, 1], 64, odd_scales=True), 4096)
+
+
+@pytest.mark.parametrize("odd_scales", [False, True])
+def test_every_number_of_eight_bits_comes_through(odd_scales):
+    """On the card bits are moved and multiplied; on the CPU they are converted."""
+    batch, held = one_token_of_every_byte(odd_scales)
+    check_every_byte(run(batch), held, odd_scales)
 
 
 def test_a_row_is_the_same_bit_for_bit_alone_in_a_batch_and_again():
