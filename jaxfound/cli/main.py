@@ -1,7 +1,8 @@
 """`jaxfound`: every command, its errors in one line each, its exit codes.
 
-Exit codes: 0 done, or nothing left to do; 1 a run ended early for a reason it printed; 2 what was
-asked cannot be done (config, plan, data, checkpoint); 130 interrupted twice.
+Exit codes: 0 done, or nothing left to do; 1 a run ended early, or a gate was not passed, for a
+reason it printed; 2 what was asked cannot be done (config, plan, data, checkpoint); 130
+interrupted twice.
 """
 
 import sys
@@ -11,7 +12,9 @@ import typer
 
 from jaxfound.cli.bench import bench_app
 from jaxfound.cli.config import config_command
+from jaxfound.cli.convert import convert_command
 from jaxfound.cli.data import data_app
+from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
 from jaxfound.cli.model import model_command
 from jaxfound.cli.report import report_command
@@ -26,6 +29,8 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("generate")(generate_command)
+app.command("convert")(convert_command)
+app.command("evaluate")(evaluate_command)
 app.command("report")(report_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
@@ -58,6 +63,7 @@ def refusals() -> tuple[type[Exception], ...]:
     # Rooms that were never imported cannot have raised.
     for module, name in (
         ("jaxfound.parallelism.plan", "PlanError"),
+        ("jaxfound.models.weights.errors", "WeightsError"),
         ("jaxfound.training.events", "TrainingError"),
         ("jaxfound.resources.checkpoint.errors", "CheckpointError"),
     ):

@@ -11,7 +11,7 @@ class DataConfig(Section):
     source: str | tuple[str, ...] = key(
         "pydocs", "text or jsonl files, or the name of an embedded corpus (pydocs)"
     )
-    tokenizer: str = key("byte", "byte, or the path of a tokenizer.json", min_length=1)
+    tokenizer: str = key("byte", "byte, deepseek, or the path of a tokenizer.json", min_length=1)
     text_field: str = key("text", "field of a jsonl record that holds the text", min_length=1)
     on_bad_record: Literal["refuse", "skip"] = key(
         "refuse", "a damaged record stops preparation, or is skipped and counted"
@@ -27,9 +27,11 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """The update rule and its schedule."""
 
-    name: Literal["adamw"] = key("adamw", "update rule")
+    name: Literal["adamw", "muon"] = key(
+        "adamw", "update rule; muon orthogonalises matrices and leaves the rest to AdamW"
+    )
     learning_rate: float = key(3e-4, "peak learning rate", gt=0)
     schedule: Literal["cosine", "wsd", "constant"] = key(
         "cosine", "after warm-up: cosine to the end, stable then linear decay, or flat"
@@ -42,6 +44,15 @@ class OptimizerConfig(Section):
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = key(0.1, "decoupled decay of matrices; norms and biases have none", ge=0)
     clip_norm: float = key(1.0, "largest global gradient norm; 0 = no clipping", ge=0)
+    muon_momentum: float = key(0.95, "muon: decay of the momentum (Nesterov's)", ge=0, lt=1)
+    muon_scale: Literal["match_adamw", "original"] = key(
+        "match_adamw",
+        "muon: times 0.2 sqrt(max(inputs, outputs)), which moves weights as far as AdamW at the "
+        "same rate, or times sqrt(max(1, outputs / inputs))",
+    )
+    muon_format: Literal["float32", "bfloat16"] = key(
+        "float32", "muon: format in which matrices are orthogonalised"
+    )
 
 
 class TrainConfig(Section):
@@ -50,6 +61,9 @@ class TrainConfig(Section):
     steps: int = key(..., "optimizer steps in all", unit="steps", ge=1)
     batch_size: int = key(..., "rows of the global batch, all micro-batches together", ge=1)
     seq_len: int = key(..., "tokens of one row", unit="tokens", ge=2)
+    init_from: str = key(
+        "", "a run whose newest weights step 0 starts from, e.g. of jaxfound convert; empty = fresh"
+    )
     loss_chunk: int = key(
         512, "tokens of a row whose logits exist at one time; 0 = whole rows", unit="tokens", ge=0
     )

@@ -1,6 +1,6 @@
 """The update rule and the learning rate of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +9,32 @@ import optax
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.config.train import OptimizerConfig
+from jaxfound.training.muon import muon
 
 type Schedule = Callable[[jax.Array], jax.Array]
 
 
 def make_optimizer(cfg: OptimizerConfig, table: ParamTable) -> optax.GradientTransformation:
-    """Return AdamW without its learning rate (Loshchilov & Hutter, 2019).
+    """Return the update rule of `cfg.name` with decoupled decay, without its learning rate.
 
     The step multiplies by the rate of `TrainState.step`: a schedule that counted its own calls
     would drift from the step after a skipped update or a resume.
     """
-    decays = decayed(table)
     return optax.chain(
-        optax.scale_by_adam(b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps),
-        optax.add_decayed_weights(cfg.weight_decay, mask=decays),
+        RULES[cfg.name](cfg, table),
+        optax.add_decayed_weights(cfg.weight_decay, mask=decayed(table)),
     )
+
+
+def adam(cfg: OptimizerConfig) -> optax.GradientTransformation:
+    """Return Adam; with the decay above it is AdamW (Loshchilov & Hutter, 2019)."""
+    return optax.scale_by_adam(b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps)
+
+
+RULES: Mapping[str, Callable[[OptimizerConfig, ParamTable], optax.GradientTransformation]] = {
+    "adamw": lambda cfg, table: adam(cfg),
+    "muon": lambda cfg, table: muon(cfg, table, others=adam(cfg)),
+}
 
 
 def decayed(table: ParamTable) -> dict[str, bool]:

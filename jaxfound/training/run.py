@@ -21,7 +21,7 @@ from jaxfound.data import BinLoader, Prepared, load_tokenizer, prepare
 from jaxfound.models import check_precision, describe, execution_of
 from jaxfound.models.build import Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
-from jaxfound.resources.checkpoint import CheckpointManager
+from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
@@ -168,12 +168,33 @@ def told(
     """Yield the events of the run from `state`, or from fresh weights when it is None."""
     cfg = run.cfg
     if state is None:
-        state = create_train_state(run.frame, run.tx, seed=cfg.seed, mesh=run.mesh)
+        state = first_state(run)
     else:
         yield Event("resume", int(state.step), {"steps": cfg.train.steps})
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
     yield from fit(cfg, state, parts, stop=stop, directory=run.directory)
+
+
+def first_state(run: Run) -> TrainState:
+    """Return the state of step 0: fresh, or with the weights of the run in train.init_from.
+
+    Raises:
+        CheckpointError: if that run has no intact checkpoint, or holds another model.
+    """
+    state = create_train_state(run.frame, run.tx, seed=run.cfg.seed, mesh=run.mesh)
+    if not run.cfg.train.init_from:
+        return state
+    source = RunDirectory(Path(run.cfg.train.init_from)).checkpoints
+    like = abstract_train_state(run.frame, run.tx, mesh=run.mesh)
+    weights = {"params": like.params, "buffers": like.buffers}
+    with CheckpointManager(source, keep=0) as checkpoints:
+        found = checkpoints.restore_latest(like=weights, unread="allow")
+    if found is None:
+        raise CheckpointError(
+            f"train.init_from={run.cfg.train.init_from} holds no committed checkpoint"
+        )
+    return state._replace(**cast(dict, found.state))
 
 
 def make_parts(

@@ -6,17 +6,16 @@ counted targets. A mean of the means of rows would be 6.478461.
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxfound.data.batch import Batch
-from jaxfound.models.build import Arrays
+from jaxfound.models.weights import load_weights, open_hub
 from jaxfound.parallelism import PlanError
-from tests.models.published import DATA, arrays_from, config_of, published_tensors
+from tests.models.published import DATA, published
 from tests.parallelism.layouts import on_layout
 
-CASE, CHECKPOINT = DATA / "S01", DATA / "S09" / "llama_base"
+CASE = DATA / "S01"
 LEGAL = [(4, 1), (4, 2), (4, 4), (2, 1), (2, 2), (1, 1)]
 # Published name, and the layer inside our stack.
 CHECKED = {
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.multidevice
 
 @pytest.fixture(scope="module")
 def model():
-    cfg = config_of(json.loads((CHECKPOINT / "config.json").read_text()))
-    return cfg, arrays_from(published_tensors(CHECKPOINT), cfg)
+    hub = open_hub(published("S09/llama_base"))
+    return hub.model, load_weights(hub)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +54,8 @@ def expected():
 def run(model, batch, *, rows_at_once=4, data=1):
     cfg, arrays = model
     pieces = len(batch.tokens) // rows_at_once
-    params = {path: jnp.asarray(a) for path, a in arrays.items()}
     parallel = {"data": data, "num_microbatches": pieces}
-    return on_layout(cfg, parallel, batch, arrays=Arrays(params, {}))
+    return on_layout(cfg, parallel, batch, arrays=arrays)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from jaxfound.config.model import ModelConfig
+from jaxfound.config.train import OptimizerConfig
 from jaxfound.models import build, describe
 from jaxfound.models.build import arrays_of
-from jaxfound.training.optimizer import decayed, make_optimizer, make_schedule
+from jaxfound.training.optimizer import RULES, decayed, make_optimizer, make_schedule
 from tests.training.tiny import DENSE, MOE, tiny
 
 
@@ -44,9 +45,10 @@ def test_constant_stays(tmp_path):
     assert rates(cfg, 21)[4:] == pytest.approx([1e-2] * 17)
 
 
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("model", [DENSE, MOE, {**DENSE, "tie_embeddings": True}])
-def test_decay_shrinks_every_matrix_and_leaves_everything_else_to_the_bit(tmp_path, model):
-    cfg = tiny(tmp_path, "optimizer.weight_decay=0.5", model=model)
+def test_decay_shrinks_every_matrix_and_leaves_everything_else_to_the_bit(tmp_path, model, name):
+    cfg = tiny(tmp_path, "optimizer.weight_decay=0.5", f"optimizer.name={name}", model=model)
     table = describe(cfg.model)
     tx = make_optimizer(cfg.optimizer, table)
     arrays = arrays_of(build(cfg.model))
@@ -71,6 +73,11 @@ def test_decay_looks_at_one_layers_array_and_not_at_the_stack():
     assert rule["layers.ffn.router.kernel"] is True
     assert rule["embedding.table"] is True
     assert not any(path.endswith("router.bias") for path in rule)
+
+
+def test_every_update_rule_has_a_name_in_the_config():
+    names = OptimizerConfig.model_json_schema()["properties"]["name"]["enum"]
+    assert list(RULES) == names
 
 
 def test_the_update_is_optaxs_adamw(tmp_path):
