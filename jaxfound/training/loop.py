@@ -183,6 +183,7 @@ def save(state: TrainState, parts: Parts, *, step: int, cfg: RunConfig) -> Itera
         "batch_size": cfg.train.batch_size,
         "seq_len": cfg.train.seq_len,
         "seed": cfg.seed,
+        "optimizer": cfg.optimizer.name,
     }
     parts.checkpoints.save(step, state._asdict(), metadata)
     yield from committed(parts)

@@ -40,8 +40,9 @@ log = logging.getLogger(__name__)
 # Keys that decide which tokens a step sees or what the arrays are: a resumed run that changed
 # one would repeat data, skip data, or load a different model.
 FIXED_KEYS = (
-    "seed", "model", "train.batch_size", "train.seq_len", "data.source", "data.tokenizer",
-    "data.text_field", "data.on_bad_record", "data.eval_fraction", "data.packing", "data.order",
+    "seed", "model", "optimizer.name", "train.batch_size", "train.seq_len", "data.source",
+    "data.tokenizer", "data.text_field", "data.on_bad_record", "data.eval_fraction",
+    "data.packing", "data.order",
 )  # fmt: skip
 
 

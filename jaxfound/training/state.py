@@ -55,12 +55,18 @@ def state_shardings(frame: Frame, tx: optax.GradientTransformation, *, mesh: Mes
     arrays = frame.shardings(mesh)
     moments = optax.tree_utils.tree_map_params(
         tx,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if is_masked(moment) else sharding,
         jax.eval_shape(tx.init, frame.shapes().params),
         arrays.params,
         transform_non_params=lambda _: whole,
+        is_leaf=is_masked,
     )
     return TrainState(whole, arrays.params, arrays.buffers, moments, whole)
+
+
+def is_masked(moment: object) -> bool:
+    """Return whether a parameter has no moment here: another part of the optimizer moves it."""
+    return isinstance(moment, optax.MaskedNode)
 
 
 def abstract_train_state(

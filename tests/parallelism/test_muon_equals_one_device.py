@@ -112,8 +112,8 @@ def test_matrices_are_moved_whole_and_never_gathered(layout):
 
 def test_a_run_on_a_mesh_is_the_run_on_one_device(tmp_path):
     """One key/value head, which tensor=2 leaves whole."""
-    keys = ("optimizer.name=muon", "train.steps=4", f"data.prepared_dir={tmp_path / 'data'}")
-    model = {**DENSE, "vocab_multiple": 2}
+    keys = ("optimizer.name=muon", "train.steps=4", "train.eval_batches=0")
+    model = {**DENSE, "vocab_multiple": 2, "num_layers": 1}
     one = run(tiny(tmp_path, "name=one", *keys, model=model))
     mesh = ("parallel.fsdp=2", "parallel.tensor=2")
     split = tiny(tmp_path, "name=split", *mesh, *keys, model=model)

@@ -25,7 +25,7 @@ from tests.training.tiny import MOE, of_kind, run, same, state_at, tiny
 
 # float32 against float64: an iteration triples small singular values, rounding included.
 FLOAT32 = 2e-5
-SHORT = ("optimizer.name=muon", "train.steps=8")
+SHORT = ("optimizer.name=muon", "train.steps=8", "train.eval_batches=0")
 EXPERTS = {**MOE, "mtp_depth": 0, "num_dense_layers": 0, "num_layers": 1}
 
 
@@ -239,9 +239,10 @@ def test_a_checkpoint_of_another_update_rule_is_refused_when_its_config_is_lost(
         checkpoints.restore(8, like=like._asdict())
 
 
+@pytest.mark.slow
 def test_muon_learns_faster_at_a_rate_that_is_high_for_adamw(tmp_path):
     """Measured over seeds 0, 1, 2: 0.58, 0.68 and 0.59 of AdamW's loss."""
-    keys = ("train.steps=60", "train.batch_size=16", "train.seq_len=32")
+    keys = ("train.steps=60", "train.batch_size=16", "train.seq_len=32", "train.eval_batches=0")
     mean = {}
     for name in ("adamw", "muon"):
         cfg = tiny(
