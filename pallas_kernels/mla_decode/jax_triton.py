@@ -112,7 +112,7 @@ def _attend(
     part_dtype = q.dtype if num_parts == 1 else jnp.dtype(jnp.float32)
     call = partial(triton.call, hardware=case.hardware)
     # Numbers of both kernels.
-    sizes = {"BATCH": batch, "NUM_ROWS": num_rows, "LATENT": case.latent}
+    sizes: dict[str, Any] = {"BATCH": batch, "NUM_ROWS": num_rows, "LATENT": case.latent}
     sizes["PART_LEN"] = pages * case.page
     out, lse = call(
         latent_attention,
