@@ -13,10 +13,9 @@ from jaxfound.config.model import RopeConfig
 from jaxfound.data.chat import chat_ids
 from jaxfound.data.gguf_tokenizer import gguf_tokenizer
 from jaxfound.data.tokenizer import check_vocabulary
-from jaxfound.models.build import Frame, describe
+from jaxfound.models.build import Frame
 from jaxfound.models.layers.rope import angles_of, frequencies, rotate
-from jaxfound.models.weights.audit import TABLE, check_tensors
-from jaxfound.models.weights.config_in import read_config
+from jaxfound.models.weights.audit import TABLE
 from jaxfound.models.weights.errors import WeightsError
 from jaxfound.models.weights.gguf import (
     FORMATS,
@@ -27,8 +26,7 @@ from jaxfound.models.weights.gguf import (
     unpermuted,
 )
 from jaxfound.models.weights.layout import DTYPES
-from jaxfound.models.weights.load import Hub, load_weights
-from jaxfound.models.weights.rows import entries
+from jaxfound.models.weights.load import load_weights, open_hub
 from jaxfound.serving import Generator, Sampling
 
 STORED = Path(__file__).resolve().parents[1] / "data" / "smollm2" / "reference.npz"
@@ -78,11 +76,7 @@ def write(path, tensors, metadata=LLAMA, *, version=3, alignment=32):
 
 def opened(file):
     """The importer's view of a GGUF file, every header checked."""
-    folder = gguf_folder(file)
-    config = read_config(folder)
-    wanted = entries(config.model, describe(config.model))
-    audit = check_tensors(folder, config.model, wanted, fp8_block=None)
-    return Hub(folder, config, config.model, wanted, audit)
+    return open_hub(file.path)
 
 
 def model_tensors(**changed):

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -90,8 +89,6 @@ class Writer:
     def start(self, job: Job) -> None:
         """Begin to write `job`; only after `wait`."""
         future = self._thread.submit(self._write, job)
-        # A partial of the number alone: a closure over the job would keep the snapshot in memory.
-        future.add_done_callback(partial(_log_failure, job.step))
         self._pending = (job.step, future)
 
     def wait(self) -> None:
@@ -128,7 +125,19 @@ class Writer:
             self._thread.shutdown()
 
     def _write(self, job: Job) -> SaveReport:
-        """Write, sum and commit one snapshot; runs in the thread."""
+        """Write one snapshot; runs in the thread.
+
+        A failure is said at once: the call that raises it may be hours away.
+        """
+        try:
+            return self._commit(job)
+        except BaseException as error:
+            fields = {"step": job.step, "error": describe_error(error)}
+            log.error("checkpoint.failed", extra=fields)
+            raise
+
+    def _commit(self, job: Job) -> SaveReport:
+        """Write, sum and commit one snapshot."""
         with ExitStack() as undo:
             saving = steps.begin(self._directory, job.step)
             undo.callback(steps.discard, saving)
@@ -149,9 +158,3 @@ class Writer:
 def describe_error(error: BaseException) -> str:
     """Return the kind and the text of `error`."""
     return f"{type(error).__name__}: {error}"
-
-
-def _log_failure(step: int, future: Future[SaveReport]) -> None:
-    """Say at once that a save failed: the call that raises it may be hours away."""
-    if error := future.exception():
-        log.error("checkpoint.failed", extra={"step": step, "error": describe_error(error)})
