@@ -20,7 +20,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    ["packed, grouped heads", pytest.param("unpacked, latent heads", marks=pytest.mark.slow)],
+)
 def test_a_sharded_step_calls_cudnn_on_its_shards_and_moves_nothing(name):
     (b, t, n, k, h, v), packed = STEPS[name]
     devices = np.array(deviceless.topology("NVIDIA H200", devices_per_host=8)).reshape(2, 4)
