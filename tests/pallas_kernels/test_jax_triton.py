@@ -33,6 +33,7 @@ from tests.pallas_kernels.latent_cache import by_numpy, make_batch
 from tests.pallas_kernels.operands import exact_product, varied
 
 MISSING = triton.missing()
+SLOW = pytest.mark.slow
 needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 E5M2 = replace(ACTIVATION, element="e5m2")
 MLA = {"latent": 512, "sm_scale": 0.1352}
@@ -224,7 +225,7 @@ def interpreted():
 
 
 @needs_triton
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_product_s_source_computes_the_product(name, interpreted):
     out_dtype = PRODUCTS[name][-1]
@@ -232,7 +233,7 @@ def test_the_product_s_source_computes_the_product(name, interpreted):
 
 
 @needs_triton
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", DECODES)
 def test_the_decode_source_computes_attention(name, interpreted):
     assert interpreted[name].within(TOLERANCES["mla_decode", "bfloat16"]), interpreted[name]
@@ -293,14 +294,8 @@ def operands(m, n, k, *stack):
 
 
 # Few rows and many, all odd, by default.
-SHAPES = [
-    (7, 129, 13),
-    (129, 13, 1152),
-    *(
-        pytest.param(shape, marks=pytest.mark.slow)
-        for shape in ((1, 1, 1), (128, 4096, 7168), (1152, 4097, 127))
-    ),
-]
+SLOW_SHAPES = ((1, 1, 1), (128, 4096, 7168), (1152, 4097, 127))
+SHAPES = [(7, 129, 13), (129, 13, 1152), *(pytest.param(s, marks=SLOW) for s in SLOW_SHAPES)]
 WGRAD = {"w_format": ACTIVATION, "out_dtype": jnp.float32}
 
 
