@@ -5,8 +5,6 @@ weight blocks, the one that puts weights on wgmma's wide side (`mosaic_decode`).
 only in the scales, a few bytes; elements past an edge are clipped by the copy engine.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +15,7 @@ from pallas_kernels.formats import BLOCK, Quantized, round_up
 from pallas_kernels.fp8_matmul import mosaic_decode
 from pallas_kernels.fp8_matmul.cases import FEW_ROWS, MatmulCase
 from pallas_kernels.fp8_matmul.mosaic_decode import DecodeTile
+from pallas_kernels.fp8_matmul.partition import run_partitioned
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.hopper_product import Tile
 
@@ -48,26 +47,7 @@ def run(
     a: Quantized, b: Quantized, *, case: MatmulCase, out_dtype: jax.typing.DTypeLike = jnp.bfloat16
 ) -> Float[Array, "*stack m n"]:
     """Return A·Bᵀ; sharded operands stay where they are."""
-    call = sharded.batched(partial(_partitioned, case, jnp.dtype(out_dtype)), stacked=(0, 2))
-    return call(a.values, b.values, a.scales, b.scales)
-
-
-def _partitioned(case: MatmulCase, dtype: jnp.dtype, *operands: Array) -> Array:
-    """The product of arrays that may be sharded, with any number of stack dims on A."""
-    a, b, _, _ = operands
-    exact = b.shape[0] == case.n
-    stack = sharded.STACK_LETTERS[: a.ndim - 2]
-    squares = case.b_block_rows > 1
-    rule = sharded.ShardRule(
-        operands=(f"{stack}mk", "nk", f"{stack}mK", "NK" if squares else "nK"),
-        results=(f"{stack}m{'n' if exact else 'o'}",),
-        blocks={"K": ("k", BLOCK), **({"N": ("n", BLOCK)} if squares else {})},
-        contracted="k",
-        # Padded columns are cropped from the result, so its parts would not match B's.
-        whole="" if exact else "n",
-    )
-    call = partial(_product, num_columns=None if exact else case.n, case=case, dtype=dtype)
-    return sharded.partitioned(call, rule, sum_dtype=jnp.float32)(*operands)
+    return run_partitioned(_product, a, b, case=case, out_dtype=out_dtype)
 
 
 def _product(

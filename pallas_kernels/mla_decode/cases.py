@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 
 from pallas_kernels.hardware import Hardware
+from pallas_kernels.sharded import ShardRule
 
 LATENT = 512
 ROPE = 64
 PAGE = 64
+# Of q [B, T, N, C + R], cache, table and lengths: sequences and heads may be cut over devices.
+SHARD_RULE = ShardRule(operands=("btnc", "pso", "bm", "b"), results=("btnl", "btn"), whole="tcpsom")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import sharded, triton
 from pallas_kernels.hardware import Hardware
-from pallas_kernels.mla_decode.cases import MlaCase
+from pallas_kernels.mla_decode.cases import SHARD_RULE, MlaCase
 from pallas_kernels.mla_decode.reference import Decoded
 
 # A program keeps its whole sum in registers; the matrix unit takes 16 channels at a time.
@@ -80,12 +80,9 @@ def run(
 ) -> Decoded:
     """Return the op's result; sequences and heads may be sharded."""
     attend = partial(_attend, case=case, sm_scale=sm_scale, split_len=split_len)
-    rule = sharded.ShardRule(
-        operands=("btnc", "pso", "bm", "b"), results=("btnl", "btn"), whole="tcpsom"
-    )
     # Triton's call has no rule for vmap: mapped batches run one after another.
     call = jax.custom_batching.sequential_vmap(
-        lambda *arrays: sharded.partitioned(attend, rule)(*arrays)
+        lambda *arrays: sharded.partitioned(attend, SHARD_RULE)(*arrays)
     )
     return Decoded(*call(q, cache, block_table, lengths))
 

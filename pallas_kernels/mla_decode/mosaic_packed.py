@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels import mosaic, sharded
 from pallas_kernels.mla_decode import mosaic_combine, mosaic_gpu, mosaic_unpack
-from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, MlaCase
+from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, SHARD_RULE, MlaCase
 from pallas_kernels.mla_decode.mosaic_unpack import CHUNK, NUM_CHUNKS
 from pallas_kernels.mla_decode.reference import Decoded
 
@@ -410,10 +410,7 @@ def run(
 ) -> Decoded:
     """Return the op's result; sequences and heads may be sharded."""
     call = partial(_attend, case=case, sm_scale=sm_scale, split_len=split_len)
-    rule = sharded.ShardRule(
-        operands=("btnc", "pso", "bm", "b"), results=("btnl", "btn"), whole="tcpsom"
-    )
-    return Decoded(*sharded.partitioned(call, rule)(q, cache, block_table, lengths))
+    return Decoded(*sharded.partitioned(call, SHARD_RULE)(q, cache, block_table, lengths))
 
 
 def _attend(
