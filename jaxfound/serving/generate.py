@@ -187,12 +187,5 @@ def load_weights(there: RunDirectory, frame: Frame, *, step: int | None) -> tupl
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=first), shapes._asdict()
     )
     with CheckpointManager(there.checkpoints, keep=0) as checkpoints:
-        if step is None:
-            found = checkpoints.restore_latest(like=like, unread="allow")
-        else:
-            found = checkpoints.restore(step, like=like, unread="allow")
-    if found is None:
-        raise CheckpointError(
-            f"{there.checkpoints} holds no committed checkpoint yet: train, or wait for the first"
-        )
+        found = checkpoints.restore_weights(step, like=like)
     return Arrays(**cast(dict, found.state)), found.step

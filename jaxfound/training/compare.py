@@ -25,7 +25,7 @@ from jaxfound.models.layers.embedding import logits_of
 from jaxfound.parallelism import build_mesh, make_plan
 from jaxfound.parallelism.axes import BATCH_AXES
 from jaxfound.parallelism.plan import resolve_degrees
-from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
+from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device
 from jaxfound.training.batches import local_rows, to_devices
@@ -110,14 +110,7 @@ def load_arrays(
         frame.shardings(mesh)._asdict(),
     )
     with CheckpointManager(there.checkpoints, keep=0) as checkpoints:
-        if step is None:
-            found = checkpoints.restore_latest(like=like, unread="allow")
-        else:
-            found = checkpoints.restore(step, like=like, unread="allow")
-    if found is None:
-        raise CheckpointError(
-            f"{there.checkpoints} holds no committed checkpoint yet: train, or wait for the first"
-        )
+        found = checkpoints.restore_weights(step, like=like)
     return Arrays(**cast(dict, found.state)), found.step
 
 

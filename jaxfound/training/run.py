@@ -21,7 +21,7 @@ from jaxfound.data import BinLoader, Prepared, load_tokenizer, prepare
 from jaxfound.models import check_precision, describe, execution_of
 from jaxfound.models.build import Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
-from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
+from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
@@ -190,11 +190,7 @@ def first_state(run: Run) -> TrainState:
     like = abstract_train_state(run.frame, run.tx, mesh=run.mesh)
     weights = {"params": like.params, "buffers": like.buffers}
     with CheckpointManager(source, keep=0) as checkpoints:
-        found = checkpoints.restore_latest(like=weights, unread="allow")
-    if found is None:
-        raise CheckpointError(
-            f"train.init_from={run.cfg.train.init_from} holds no committed checkpoint"
-        )
+        found = checkpoints.restore_weights(None, like=weights)
     return state._replace(**cast(dict, found.state))
 
 

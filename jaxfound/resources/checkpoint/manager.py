@@ -235,6 +235,22 @@ class CheckpointManager:
         self._check_fits(manifest, like=like, unread=unread)
         return self._load(manifest, like=like)
 
+    def restore_weights(self, step: int | None, *, like: object) -> Restored:
+        """Return `like`'s leaves of `step`, or of the newest intact one; others stay unread.
+
+        Raises:
+            CheckpointError: if nothing was committed yet; otherwise as `restore`.
+        """
+        if step is not None:
+            return self.restore(step, like=like, unread="allow")
+        found = self.restore_latest(like=like, unread="allow")
+        if found is None:
+            raise CheckpointError(
+                f"{self.directory} holds no committed checkpoint yet: train, or wait for the "
+                "first, or name another run"
+            )
+        return found
+
     def discard_after(self, step: int) -> None:
         """Delete every step above the committed `step`, so that a run can go on from there.
 
