@@ -11,8 +11,6 @@ after the scores. And the maximum that weights are relative to moves only when a
 `SLACK`: sums are then rescaled on few pages, not on all (the trick is FlashAttention-4's).
 """
 
-import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,11 +21,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic, sharded
-from pallas_kernels.mla_decode import mosaic_combine
+from pallas_kernels.mla_decode import mosaic_parts
 from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, SHARD_RULE, MlaCase
+from pallas_kernels.mla_decode.mosaic_parts import FAR_BELOW, LOG2_E, ROWS, Sizes
 from pallas_kernels.mla_decode.reference import Decoded
 
-ROWS = mosaic.WARPGROUP_ROWS
 # A page is copied, scored and released in chunks of channels: the next page's first chunk is on
 # its way while the last one of this page is still in use.
 NUM_CHUNKS = 4
@@ -44,9 +42,6 @@ NORM, FLAGS = NUM_SLOTS, NUM_SLOTS + 1
 # How far scores may exceed the maximum they are relative to, in powers of two: weights up to 256
 # lose nothing in bfloat16 and float32.
 SLACK = 8.0
-# Below every score; finite, because the difference of two infinities is NaN.
-FAR_BELOW = -1e30
-LOG2_E = math.log2(math.e)
 
 
 def refuses(case: MlaCase) -> str | None:
@@ -81,17 +76,8 @@ class _Refs(NamedTuple):
     q_rope: Any = None
 
 
-@dataclass(frozen=True)
-class _Decode:
-    """Static sizes of one launch; its methods are the roles of the warpgroups."""
-
-    batch: int
-    num_rows: int
-    num_heads: int
-    num_queries: int
-    pages_per_split: int
-    num_splits: int
-    sm_scale: float
+class _Decode(Sizes):
+    """One launch; its methods are the roles of the warpgroups."""
 
     def part(self, refs: _Refs) -> tuple[Any, Any, Any]:
         """First page, end page and sequence length of this block's part."""
@@ -350,43 +336,15 @@ def run(
     split_len: int | None,
 ) -> Decoded:
     """Return the op's result; sequences and heads may be sharded."""
-    call = partial(_attend, case=case, sm_scale=sm_scale, split_len=split_len)
+    call = partial(
+        mosaic_parts.attend, case=case, sm_scale=sm_scale, split_len=split_len, launch=_launch
+    )
     return Decoded(*sharded.partitioned(call, SHARD_RULE)(q, cache, block_table, lengths))
 
 
-def _attend(
-    q: Array, cache: Array, block_table: Array, lengths: Array, *, case: MlaCase, **options: Any
-) -> tuple[Array, Array]:
-    batch, num_queries, num_heads, width = q.shape
-    rows = num_queries * num_heads
-    padded = -(-rows // ROWS) * ROWS
-    flat = q.reshape(batch, rows, width).astype(jnp.bfloat16)
-    if padded != rows:
-        flat = jnp.pad(flat, ((0, 0), (0, padded - rows), (0, 0)))
-    max_pages = block_table.shape[1]
-    pages = pages_per_split(
-        batch * padded // ROWS, max_pages, options["split_len"], case.hardware.num_cores
-    )
-    decode = _Decode(
-        batch=batch,
-        num_rows=padded,
-        num_heads=num_heads,
-        num_queries=num_queries,
-        pages_per_split=pages,
-        num_splits=max(1, -(-max_pages // pages)),
-        sm_scale=options["sm_scale"],
-    )
-    parts, lse = _launch(decode, (flat, cache, block_table, lengths))
-    if decode.num_splits > 1:
-        out, lse = mosaic_combine.combine(parts, lse, lengths, split_len=pages * PAGE)
-    else:
-        lse = jnp.where(lse[0] > FAR_BELOW / 2, lse[0] / LOG2_E, jnp.inf)
-        out = parts[0]
-    shape = (batch, num_queries, num_heads)
-    return out[:, :rows].reshape(*shape, LATENT).astype(q.dtype), lse[:, :rows].reshape(shape)
-
-
-def _launch(decode: _Decode, operands: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+def _launch(sizes: Sizes, *operands: Array) -> tuple[Array, Array]:
+    """Run the kernel on queries, cache, table and lengths."""
+    decode = _Decode(**vars(sizes))
     place = (decode.num_splits, decode.batch, decode.num_rows)
     scratch = _scratch()
     names = ("q", "cache", "block_table", "lengths", "out", "lse", *scratch)
@@ -404,11 +362,3 @@ def _launch(decode: _Decode, operands: tuple[Array, Array, Array, Array]) -> tup
     )
     out, lse = launch(*operands)
     return out, lse
-
-
-def pages_per_split(num_blocks: int, max_pages: int, split_len: int | None, num_cores: int) -> int:
-    """Pages of one part: from `split_len`, else so that the blocks fill the cores once."""
-    if split_len is not None:
-        return max(1, split_len // PAGE)
-    splits = max(1, min(num_cores // max(num_blocks, 1), max_pages // 4))
-    return max(1, -(-max_pages // splits))

@@ -11,8 +11,6 @@ The scoring warpgroup is what the others wait for, so it signals once a page. Su
 only where a maximum moved by more than `SLACK`, and each warp sees for itself whether one did.
 """
 
-import math
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -26,12 +24,12 @@ from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels import mosaic, sharded
-from pallas_kernels.mla_decode import mosaic_combine, mosaic_gpu, mosaic_unpack
+from pallas_kernels.mla_decode import mosaic_parts, mosaic_unpack
 from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, SHARD_RULE, MlaCase
+from pallas_kernels.mla_decode.mosaic_parts import FAR_BELOW, LOG2_E, ROWS, Sizes
 from pallas_kernels.mla_decode.mosaic_unpack import CHUNK, NUM_CHUNKS
 from pallas_kernels.mla_decode.reference import Decoded
 
-ROWS = mosaic.WARPGROUP_ROWS
 # Chunks, and channels, of one accumulating warpgroup.
 OWN_CHUNKS = NUM_CHUNKS // 2
 OWN = OWN_CHUNKS * CHUNK
@@ -49,10 +47,8 @@ FULL_ROPE = NUM_CHUNKS * NUM_SLOTS
 NORM, LSE = NUM_SLOTS, NUM_SLOTS + 1
 # How far scores may exceed the maximum they are relative to, as in the bfloat16 kernel.
 SLACK = 8.0
-# The maximum before any score, and below it a score that does not count; finite, because the
-# difference of two infinities is NaN.
-LOWEST, FAR_BELOW = -1e25, -1e30
-LOG2_E = math.log2(math.e)
+# The maximum before any score; FAR_BELOW, below it, is a score that does not count.
+LOWEST = -1e25
 
 
 def refuses(case: MlaCase) -> str | None:
@@ -92,17 +88,8 @@ class _Refs(NamedTuple):
     q_rope: Any = None
 
 
-@dataclass(frozen=True)
-class _Decode:
-    """Static sizes of one launch; its methods are the roles of the warpgroups."""
-
-    batch: int
-    num_rows: int
-    num_heads: int
-    num_queries: int
-    pages_per_split: int
-    num_splits: int
-    sm_scale: float
+class _Decode(Sizes):
+    """One launch; its methods are the roles of the warpgroups."""
 
     def part(self, refs: _Refs) -> tuple[Any, Any]:
         """Tokens of the sequence from this block's part on, and pages of the part."""
@@ -409,47 +396,18 @@ def run(
     split_len: int | None,
 ) -> Decoded:
     """Return the op's result; sequences and heads may be sharded."""
-    call = partial(_attend, case=case, sm_scale=sm_scale, split_len=split_len)
+    call = partial(
+        mosaic_parts.attend, case=case, sm_scale=sm_scale, split_len=split_len, launch=_launch
+    )
     return Decoded(*sharded.partitioned(call, SHARD_RULE)(q, cache, block_table, lengths))
 
 
-def _attend(
-    q: Array, cache: Array, block_table: Array, lengths: Array, *, case: MlaCase, **options: Any
+def _launch(
+    sizes: Sizes, q: Array, cache: Array, block_table: Array, lengths: Array
 ) -> tuple[Array, Array]:
-    batch, num_queries, num_heads, width = q.shape
-    rows = num_queries * num_heads
-    padded = -(-rows // ROWS) * ROWS
-    flat = q.reshape(batch, rows, width).astype(jnp.bfloat16)
-    if padded != rows:
-        flat = jnp.pad(flat, ((0, 0), (0, padded - rows), (0, 0)))
-    sm_scale = options["sm_scale"]
-    if sm_scale <= 0:
-        # The kernel wants scores to grow with the products, and what is unseen to be far below.
-        flat, sm_scale = flat * jnp.bfloat16(np.sign(sm_scale)), abs(sm_scale) or 1.0
-    max_pages = block_table.shape[1]
-    pages_per_split = mosaic_gpu.pages_per_split(
-        batch * padded // ROWS, max_pages, options["split_len"], case.hardware.num_cores
-    )
-    decode = _Decode(
-        batch=batch,
-        num_rows=padded,
-        num_heads=num_heads,
-        num_queries=num_queries,
-        pages_per_split=pages_per_split,
-        num_splits=max(1, -(-max_pages // pages_per_split)),
-        sm_scale=sm_scale,
-    )
-    parts, lse = _launch(decode, (flat, *mosaic_unpack.views(cache), block_table, lengths))
-    if decode.num_splits > 1:
-        out, lse = mosaic_combine.combine(parts, lse, lengths, split_len=pages_per_split * PAGE)
-    else:
-        lse = jnp.where(lse[0] > FAR_BELOW / 2, lse[0] / LOG2_E, jnp.inf)
-        out = parts[0]
-    shape = (batch, num_queries, num_heads)
-    return out[:, :rows].reshape(*shape, LATENT).astype(q.dtype), lse[:, :rows].reshape(shape)
-
-
-def _launch(decode: _Decode, operands: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Run the kernel on queries, the cache's three views, table and lengths."""
+    decode = _Decode(**vars(sizes))
+    operands = (q, *mosaic_unpack.views(cache), block_table, lengths)
     place = (decode.num_splits, decode.batch, decode.num_rows)
     scratch = _scratch()
     inputs = ("q", "latents", "scales", "ropes", "block_table", "lengths")
