@@ -85,6 +85,33 @@ def shared(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, matrix: bool 
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def byte_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory for rows of 128 bytes that no wgmma reads.
+
+    For copies out of an array whose rows are no multiple of a wgmma pattern.
+    """
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(SWIZZLE_BYTES),))
+
+
+def tiled_layout(
+    tiles: tuple[tuple[int, ...], ...],
+    *,
+    warp_dims: tuple[int, ...],
+    lane_dims: tuple[int, ...],
+    vector_dim: int,
+) -> Any:
+    """How the threads of a warpgroup share an array that is cut into tiles, then those again.
+
+    Args:
+        tiles: shapes, the outermost cut first; dims are counted from the end after all cuts.
+        warp_dims, lane_dims: dims over which warps and their lanes are spread.
+        vector_dim: the dim that one register of one thread holds.
+    """
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=vector_dim
+    )
+
+
 def whole_patterns(x: Shaped[Array, "*stack m n"]) -> Shaped[Array, "*stack m_whole n_whole"]:
     """`x` padded with zeros so that copies cut its matrices into whole patterns; often `x`."""
     rows, columns = whole_shape((x.shape[-2], x.shape[-1]), x.dtype)

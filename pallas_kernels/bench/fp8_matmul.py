@@ -16,8 +16,8 @@ from pallas_kernels.bench.dense_peers import Operands
 from pallas_kernels.bench.measure import Check, Part, Problem, Work, in_threads
 from pallas_kernels.bench.timing import Candidate, Record, compiled_candidate, interleaved, untimed
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
-from pallas_kernels.fp8_matmul import mosaic_gpu, op, reference
-from pallas_kernels.fp8_matmul.cases import FEW_ROWS, make_case
+from pallas_kernels.fp8_matmul import op, reference
+from pallas_kernels.fp8_matmul.cases import FEW_ROWS, make_case, tuning_key
 from pallas_kernels.fp8_matmul.mosaic_decode import DecodeTile
 from pallas_kernels.hopper_product import Tile
 from pallas_kernels.quantize import quantize
@@ -232,7 +232,7 @@ def tune(
     sizes: Sizes, table: Table, *, num_rounds: int = 3, num_threads: int = NUM_COMPILE_THREADS
 ) -> Iterator[tuple[Record, Table]]:
     """Yield a record for each tile at `sizes`, and the table with the fastest right one so far."""
-    key = mosaic_gpu.tuning_key(*sizes)
+    key = tuning_key(*sizes)
     operands = make_operands(sizes)
     tiles = tiles_to_try(sizes)
 

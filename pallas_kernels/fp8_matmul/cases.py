@@ -11,6 +11,18 @@ OutDtype = Literal["bfloat16", "float32"]
 
 # Largest M whose accumulator and partial product fit the registers as wgmma's right operand.
 FEW_ROWS = 128
+# Weight rows that tiles are made of.
+WEIGHT_ROWS = 64
+
+
+def tuning_key(m: int, n: int, k: int) -> str:
+    """The tuning table's key of a product.
+
+    M by powers of two, because it varies from step to step; N and K by the 64 rows and the block
+    that a kernel works on, so that an odd size takes the tile of the whole one.
+    """
+    rows = 1 << max(m - 1, 0).bit_length()
+    return f"m{rows}_n{round_up(n, WEIGHT_ROWS)}_k{round_up(k, BLOCK)}"
 
 
 @dataclass(frozen=True)

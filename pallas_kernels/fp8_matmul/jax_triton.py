@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import sharded, triton, tuning
 from pallas_kernels.formats import BLOCK, Quantized
-from pallas_kernels.fp8_matmul.cases import FEW_ROWS, MatmulCase
+from pallas_kernels.fp8_matmul.cases import FEW_ROWS, MatmulCase, tuning_key
 from pallas_kernels.fp8_matmul.partition import run_partitioned
 from pallas_kernels.hardware import Hardware
 
@@ -229,11 +229,6 @@ def scaled_product(
     place += split.to(tl.int64) * LEFT_ROWS * RIGHT_ROWS
     stored = (left_rows < LEFT_ROWS)[:, None] & (right_rows < RIGHT_ROWS)[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
-
-
-def tuning_key(m: int, n: int, k: int) -> str:
-    """The table's key: M by powers of two, because it varies from step to step."""
-    return f"m{1 << max(m - 1, 0).bit_length()}_n{n}_k{k}"
 
 
 def choose_tile(m: int, n: int, *, k: int, by_row: bool, hardware: Hardware) -> Tile:

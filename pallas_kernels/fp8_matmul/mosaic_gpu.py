@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import hopper_scaled, mosaic, sharded, tuning
 from pallas_kernels.formats import BLOCK, Quantized, round_up
 from pallas_kernels.fp8_matmul import mosaic_decode
-from pallas_kernels.fp8_matmul.cases import FEW_ROWS, MatmulCase
+from pallas_kernels.fp8_matmul.cases import FEW_ROWS, MatmulCase, tuning_key
 from pallas_kernels.fp8_matmul.mosaic_decode import DecodeTile
 from pallas_kernels.fp8_matmul.partition import run_partitioned
 from pallas_kernels.hardware import Hardware
@@ -103,12 +103,6 @@ def _pad(x: Array, widths: tuple[tuple[int, int], ...]) -> Array:
     if not any(after for _, after in widths):
         return x
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, after, 0) for _, after in widths])
-
-
-def tuning_key(m: int, n: int, k: int) -> str:
-    """The table's key: M by powers of two, because it varies from step to step."""
-    bucket = 1 << max(m - 1, 0).bit_length()
-    return f"m{bucket}_n{n}_k{k}"
 
 
 def choose_tile(m: int, n: int, *, k: int, by_row: bool, hardware: Hardware) -> Tile | DecodeTile:

@@ -8,7 +8,8 @@ because 8 KiB more do not fit.
 The scoring warpgroup is what the others wait for, so it signals once a page: an accumulating
 warpgroup that has read a page's chunk frees it for the scoring one too, because weights exist only
 after the scores. And the maximum that weights are relative to moves only when a row exceeds it by
-`SLACK`: sums are then rescaled on few pages, not on all (the trick is FlashAttention-4's).
+`SLACK`: sums are then rescaled on few pages, not on all (the trick is FlashAttention-4's), and each
+warp sees for itself whether one did.
 """
 
 from functools import partial
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import mosaic, sharded
+from pallas_kernels import mosaic, mosaic_registers, sharded
 from pallas_kernels.mla_decode import mosaic_parts
 from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, SHARD_RULE, MlaCase
 from pallas_kernels.mla_decode.mosaic_parts import FAR_BELOW, LOG2_E, ROWS, Sizes
@@ -37,8 +38,8 @@ OWN = OWN_CHUNKS * CHUNK
 NUM_SLOTS = 2
 # Registers of an accumulating, the scoring and the copying warpgroup: at most 512 a lane group.
 ACCUMULATE_REGISTERS, SCORE_REGISTERS, COPY_REGISTERS = 160, 168, 24
-# Rows of the factors: one for each slot's fading factors, the final norm, the slots' flags.
-NORM, FLAGS = NUM_SLOTS, NUM_SLOTS + 1
+# Rows of the factors: one for each slot's fading factors, then the final norm.
+NORM = NUM_SLOTS
 # How far scores may exceed the maximum they are relative to, in powers of two: weights up to 256
 # lose nothing in bfloat16 and float32.
 SLACK = 8.0
@@ -207,7 +208,6 @@ class _Decode(Sizes):
         scale = self.sm_scale * LOG2_E
         page_largest = scores.max(axis=1) * scale
         new_largest = jnp.where(page_largest > largest + SLACK, page_largest, largest)
-        refs.factors[FLAGS, slot] = jnp.max(new_largest - largest)
         fade = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_largest, shape, [0]))
         if num_seen is not None:
@@ -228,12 +228,8 @@ class _Decode(Sizes):
             slot = lax.rem(index - first, jnp.int32(NUM_SLOTS))
             base = NUM_CHUNKS * slot + OWN_CHUNKS * half
             mosaic.wait(refs.weights_full.at[slot])
-            total = lax.cond(
-                refs.factors[FLAGS, slot] > 0,
-                lambda total: total * self.per_row(refs, slot),
-                lambda total: total,
-                total,
-            )
+            fade = mosaic.load(refs.factors.at[slot], layout=mosaic.PER_ROW)
+            total = mosaic_registers.rescaled(total, fade)
 
             def issue(acc: Any) -> None:
                 for chunk in range(OWN_CHUNKS):
@@ -248,7 +244,8 @@ class _Decode(Sizes):
 
         total = lax.fori_loop(first, end, page, mosaic.zeros((ROWS, OWN)))
         mosaic.wait(refs.finished)
-        total = (total * self.per_row(refs, NORM)).astype(jnp.bfloat16)
+        norm = mosaic.load(refs.factors.at[NORM], layout=mosaic.PER_ROW)
+        total = (total * lax.broadcast_in_dim(norm, total.shape, [0])).astype(jnp.bfloat16)
         for chunk in range(OWN_CHUNKS):
             stage = refs.q_chunks.at[OWN_CHUNKS * half + chunk]
             stage[...] = total[:, chunk * CHUNK : (chunk + 1) * CHUNK]
@@ -265,11 +262,6 @@ class _Decode(Sizes):
                 mosaic.copy_out(stage, out.at[:, pl.ds(column, CHUNK)])
 
         mosaic.wait_copy_out(0)
-
-    def per_row(self, refs: _Refs, row: Any) -> jax.Array:
-        """A row of the factors, broadcast to what one accumulating warpgroup holds."""
-        values = mosaic.load(refs.factors.at[row], layout=mosaic.PER_ROW)
-        return lax.broadcast_in_dim(values, (ROWS, OWN), [0])
 
     def clear_dead_tokens(self, refs: _Refs, slot: Any, index: Any) -> None:
         """Zero the slots behind the last token: zero weight times NaN would be NaN.
@@ -312,7 +304,7 @@ def _scratch() -> dict[str, object]:
         "pages": mosaic.shared((NUM_SLOTS, NUM_CHUNKS, PAGE, CHUNK), bf16),
         "page_ropes": mosaic.shared((NUM_SLOTS, PAGE, ROPE), bf16),
         "weights": mosaic.shared((NUM_SLOTS, ROWS, PAGE), bf16),
-        "factors": mosaic.shared((NUM_SLOTS + 2, ROWS), jnp.float32, matrix=False),
+        "factors": mosaic.shared((NUM_SLOTS + 1, ROWS), jnp.float32, matrix=False),
         "full": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
         "full_rope": mosaic.Barrier(num_barriers=NUM_SLOTS),
         "empty": mosaic.Barrier(num_barriers=NUM_CHUNKS * NUM_SLOTS),
@@ -358,7 +350,7 @@ def _launch(sizes: Sizes, *operands: Array) -> tuple[Array, Array]:
         grid=(decode.batch, decode.num_splits, decode.num_rows // ROWS),
         grid_names=("sequence", "split", "rows"),
         num_warpgroups=4,
-        reduction_bytes=1024,
+        reduction_bytes=0,
     )
     out, lse = launch(*operands)
     return out, lse

@@ -2,28 +2,25 @@
 
 As in the bfloat16 kernel, a block takes 64 query rows and one part of the sequence, one warpgroup
 scores and two accumulate. wgmma wants both operands in bfloat16, so the fourth warpgroup copies
-packed bytes in, multiplies them by their scales in float32 and rounds once. It works on quarters
-of a page: while one is unpacked the next are on their way, and the products of the page before
-still run. Two whole unpacked pages, so that none waits for the other's products, leave no room
-for all queries: half of them stay in the scoring warpgroup's registers.
+packed bytes in and multiplies them by their scales. It works on quarters of a page: while one is
+unpacked the next are on their way, and the products of the page before still run. Two whole
+unpacked pages, so that none waits for the other's products, leave no room for all queries: half of
+them stay in the scoring warpgroup's registers.
 
 The scoring warpgroup is what the others wait for, so it signals once a page. Sums are rescaled
 only where a maximum moved by more than `SLACK`, and each warp sees for itself whether one did.
 """
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels import mosaic, sharded
+from pallas_kernels import mosaic, mosaic_registers, sharded
 from pallas_kernels.mla_decode import mosaic_parts, mosaic_unpack
 from pallas_kernels.mla_decode.cases import LATENT, PAGE, ROPE, SHARD_RULE, MlaCase
 from pallas_kernels.mla_decode.mosaic_parts import FAR_BELOW, LOG2_E, ROWS, Sizes
@@ -275,7 +272,7 @@ class _Decode(Sizes):
             # Whoever has weights of a page has waited for all of it.
             mosaic.wait(refs.weights_full.at[slot])
             fade = mosaic.load(refs.factors.at[slot], layout=mosaic.PER_ROW)
-            total = rescaled(total, fade)
+            total = mosaic_registers.rescaled(total, fade)
 
             def issue(acc: Any) -> None:
                 for chunk in range(OWN_CHUNKS):
@@ -314,38 +311,6 @@ class _Decode(Sizes):
         mosaic.wait_copy_out(0)
 
 
-def rescaled(total: jax.Array, factors: jax.Array) -> jax.Array:
-    """`total`, an accumulator, times one factor a row; a warp whose factors are all 1 skips it."""
-    if mosaic.is_interpreting():
-        return total * lax.broadcast_in_dim(factors, total.shape, [0])
-
-    @mosaic.plgpu.inline_mgpu(
-        arg_types=(mosaic.ACCUMULATOR, mosaic.PER_ROW),
-        return_type=mosaic.plgpu.ShapeDtypeStruct(total.shape, total.dtype, mosaic.ACCUMULATOR),
-    )
-    def multiply(_: Any, total: Any, factors: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
-        differs = [
-            arith.cmpf(arith.CmpFPredicate.UNE, vector.extract(register, [], [0]), one)
-            for register in factors.registers.flat
-        ]
-        lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
-        some = nvvm.vote_sync(lanes, reduce(arith.ori, differs), "any")
-        branch: Any = scf.IfOp(some, [r.type for r in total.registers.flat], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            scaled = total * factors.broadcast_in_dim(total.shape, (0,), total.layout)
-            scf.yield_(list(scaled.registers.flat))
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(list(total.registers.flat))
-        registers = np.empty_like(total.registers)
-        for index, result in zip(np.ndindex(*registers.shape), branch.results, strict=True):
-            registers[index] = result
-        return type(total)(_registers=registers, _layout=total.layout, _is_signed=None)
-
-    return multiply(total, factors)
-
-
 def _body(decode: _Decode, names: tuple[str, ...], *refs: Any) -> None:
     """The kernel: two warpgroups accumulate, the third scores, the last unpacks."""
     memory = _Refs(**dict(zip(names, refs, strict=True)))
@@ -366,9 +331,9 @@ def _scratch() -> dict[str, object]:
     num_q_chunks = NUM_CHUNKS - in_registers
     memory: dict[str, object] = {
         "q_chunks": mosaic.shared((num_q_chunks, ROWS, CHUNK), bf16),
-        "packed_latents": mosaic_unpack.byte_rows((NUM_CHUNKS, PAGE, CHUNK), mosaic_unpack.F8),
+        "packed_latents": mosaic.byte_rows((NUM_CHUNKS, PAGE, CHUNK), mosaic_unpack.F8),
         "packed_scales": mosaic.shared((1, PAGE, NUM_CHUNKS), jnp.float32, matrix=False),
-        "packed_ropes": mosaic_unpack.byte_rows((PAGE, ROPE), bf16),
+        "packed_ropes": mosaic.byte_rows((PAGE, ROPE), bf16),
         "pages": mosaic.shared((NUM_SLOTS, NUM_CHUNKS, PAGE, CHUNK), bf16),
         "page_ropes": mosaic.shared((PAGE, ROPE), bf16),
         "weights": mosaic.shared((NUM_SLOTS, ROWS, PAGE), bf16),

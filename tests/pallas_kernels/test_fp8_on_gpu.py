@@ -11,7 +11,7 @@ from pallas_kernels import hardware, tuning
 from pallas_kernels.accuracy import TOLERANCES, difference
 from pallas_kernels.formats import ACTIVATION, WEIGHT
 from pallas_kernels.fp8_matmul import fp8_matmul, mosaic_gpu, reference
-from pallas_kernels.fp8_matmul.cases import ODD_SIZES
+from pallas_kernels.fp8_matmul.cases import ODD_SIZES, tuning_key
 from pallas_kernels.linear import linear
 from pallas_kernels.tuning import Table
 from tests.pallas_kernels.operands import matmul_operands
@@ -62,7 +62,7 @@ def test_float32_results_are_right(shape, b_format):
 def test_every_tile_is_right_and_repeats_bit_for_bit(tile):
     m = 100 if "num_splits" in tile.__dict__ else 1000
     a, b = matmul_operands(m, 2112, 1536)
-    key = mosaic_gpu.tuning_key(m, 2112, 1536)
+    key = tuning_key(m, 2112, 1536)
     table = Table(jax.devices()[0].device_kind).with_entry(
         "fp8_matmul", key, settings=tile.__dict__
     )

@@ -9,7 +9,7 @@ from pallas_kernels import triton, tuning
 from pallas_kernels.accuracy import TOLERANCES, difference
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Format
 from pallas_kernels.fp8_matmul import fp8_matmul, jax_triton
-from pallas_kernels.fp8_matmul.cases import FEW_ROWS
+from pallas_kernels.fp8_matmul.cases import FEW_ROWS, tuning_key
 from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.quantize import quantize
 from pallas_kernels.tuning import Table
@@ -74,7 +74,7 @@ def test_every_tile_is_right_and_repeats_bit_for_bit(tile):
     m, n, k = (1000 if tile in jax_triton.TILES else FEW_ROWS), 2112, 1536
     a, b = matmul_operands(m, n, k)
     table = Table(jax.devices()[0].device_kind).with_entry(
-        jax_triton.TUNED, jax_triton.tuning_key(m, n, k), settings=tile.__dict__
+        jax_triton.TUNED, tuning_key(m, n, k), settings=tile.__dict__
     )
     with tuning.override(table):
         run = jax.jit(lambda a, b: fp8_matmul(a, b, backend="jax_triton")).lower(a, b).compile()

@@ -33,19 +33,23 @@ def run(batch, *, split_len=4096):
     )(batch)
 
 
-def reference(batch):
+def reference(batch, dtype=jnp.bfloat16):
     """Attention over the latents as the kernel may see them: rounded once."""
-    rounded = {**batch, "cache": unpack(batch["cache"]).astype(jnp.bfloat16)}
+    rounded = {**batch, "cache": unpack(batch["cache"]).astype(dtype)}
     with hardware.target("cpu"):
         return jax.jit(lambda b: mla_decode(**b, **OPTIONS, backend="xla"))(rounded)
+
+
+def check_out(found, expected):
+    as64 = lambda t: np.asarray(t.astype(jnp.float32), np.float64)
+    measured = difference(as64(found.out), as64(expected.out))
+    assert measured.within(TOLERANCES["mla_decode", "bfloat16"]), measured
 
 
 def check(batch, split_len):
     poison_memory()
     found, expected = run(batch, split_len=split_len), reference(batch)
-    as64 = lambda t: np.asarray(t.astype(jnp.float32), np.float64)
-    measured = difference(as64(found.out), as64(expected.out))
-    assert measured.within(TOLERANCES["mla_decode", "bfloat16"]), measured
+    check_out(found, expected)
     np.testing.assert_allclose(found.lse, expected.lse, rtol=1e-4, atol=1e-5)
 
 
@@ -62,8 +66,18 @@ def test_ragged_lengths_are_right_whole_and_in_parts(batch_size, largest, split_
     check(make_packed(lengths_of(batch_size, largest), 128), split_len)
 
 
-def test_scales_of_any_value_are_multiplied_before_the_one_rounding():
-    check(make_packed([700, 64, 1], 64, odd_scales=True), 4096)
+def test_scales_of_any_value_are_multiplied_before_the_rounding():
+    """A scale is two bfloat16 numbers, so 0.2 % of the latents round the other way.
+
+    That shifts log sums by a third of what rounding the latents does; scales that are rounded
+    before they multiply would shift them by one and a half times that.
+    """
+    batch = make_packed([700, 64, 1], 64, odd_scales=True)
+    poison_memory()
+    found, rounded, exact = run(batch), reference(batch), reference(batch, jnp.float32)
+    check_out(found, rounded)
+    of_kernel, of_rounding = found.lse - rounded.lse, exact.lse - rounded.lse
+    assert jnp.linalg.norm(of_kernel) < 0.5 * jnp.linalg.norm(of_rounding)
 
 
 @pytest.mark.parametrize("odd_scales", [False, True])

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from pallas_kernels import tuning
+from pallas_kernels.fp8_matmul.cases import BENCH_ODD, tuning_key
 from pallas_kernels.tuning import Table, TuningError
 
 
@@ -57,3 +58,10 @@ def test_two_writers_at_once_leave_one_whole_table(tmp_path):
         list(pool.map(lambda i: tuning.publish(make_table(i), path), range(32)))
     assert tuning.read(path) in [make_table(i) for i in range(32)]
     assert [p.name for p in path.parent.iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize(("odd", "whole"), BENCH_ODD)
+def test_an_odd_size_takes_the_tile_that_was_measured_for_the_whole_one(odd, whole):
+    assert tuning_key(*odd) == tuning_key(*whole)
+    settings = tuning.find("fp8_matmul", tuning_key(*odd), device="NVIDIA H200")
+    assert settings is not None
