@@ -3,6 +3,7 @@
 A persistent grid: each block walks over tiles of the result. Its `tile.num_groups` computing
 warpgroups take 64 rows each, one more warpgroup copies operands into a ring of stages. A step is
 128 bytes of K, one row of the shared-memory pattern. What a step does is a subclass's business.
+Where the last round of tiles would leave more than half of the blocks idle, its tiles are halved.
 """
 
 import math
@@ -85,11 +86,13 @@ class Refs(NamedTuple):
 class Work(NamedTuple):
     """One tile of the result: where it is, which blocks of K it sums, and its number of steps.
 
+    `columns`, its width, is a number at compile time: a whole tile's or half of one's.
     `first_step` counts the steps that this block took before, for the ring of stages.
     """
 
     row_tile: Any
-    column_tile: Any
+    first_column: Any
+    columns: int
     group: Any
     first_block: Any
     num_steps: Any
@@ -166,9 +169,16 @@ class Product(ABC):
         return math.prod(self.walk_shape) * (self.num_groups if self.grouping == "inner" else 1)
 
     @property
+    def num_halved(self) -> int:
+        """Tiles, the last ones, that two blocks share."""
+        if self.grouping != "none":
+            return 0
+        return num_halved(self.num_tiles, self.num_cores // self.tile.cluster, tile=self.tile)
+
+    @property
     def num_blocks(self) -> int:
         """Clusters of the grid: all run at once and share the tiles."""
-        return min(self.num_cores // self.tile.cluster, self.num_tiles)
+        return min(self.num_cores // self.tile.cluster, self.num_tiles + self.num_halved)
 
     def scratch(self) -> dict[str, object]:
         """Shared memory of one block, by the field of `Refs` that holds it."""
@@ -217,8 +227,23 @@ class Product(ABC):
 
             return first_step + jnp.where(alive, jnp.int32(work.num_steps), jnp.int32(0))
 
-        mine = lax.div(self.num_tiles - block + self.num_blocks - 1, jnp.int32(self.num_blocks))
-        return lax.fori_loop(0, mine, one, jnp.int32(0))
+        num_whole = self.num_tiles - self.num_halved
+        mine = lax.div(num_whole - block + self.num_blocks - 1, jnp.int32(self.num_blocks))
+        num_steps = lax.fori_loop(0, mine, one, jnp.int32(0))
+        if not self.num_halved:
+            return num_steps
+        # In the last round two neighbours take the halves of one tile.
+        taken = block < 2 * self.num_halved
+
+        @pl.when(taken)
+        def _() -> None:
+            linear = num_whole + lax.div(block, jnp.int32(2))
+            work = self.work(refs, linear, num_steps)
+            columns = work.columns // 2
+            first_column = work.first_column + lax.rem(block, jnp.int32(2)) * columns
+            visit(work._replace(first_column=first_column, columns=columns))
+
+        return num_steps + jnp.where(taken, jnp.int32(self.num_steps), jnp.int32(0))
 
     def work(self, refs: Refs, linear: jax.Array, first_step: jax.Array) -> Work:
         """The tile with number `linear` of this block's walk."""
@@ -234,7 +259,9 @@ class Product(ABC):
             row_tile = row_tile * self.tile.cluster + lax.axis_index("member")
         if self.grouping == "rows":
             group = refs.groups[row_tile]
-        return Work(row_tile, column_tile, group, first_block, num_steps, first_step)
+        columns = self.tile.columns
+        first_column = column_tile * columns
+        return Work(row_tile, first_column, columns, group, first_block, num_steps, first_step)
 
     def store(self, refs: Refs, sums: tuple[jax.Array, ...], *, work: Work, warpgroup: Any) -> None:
         """Round the sums and copy them out; the copies overlap the next tile's first steps."""
@@ -247,12 +274,12 @@ class Product(ABC):
         num_pending = num_buffers - 1 if whole else 0
         num_stores = 0
         for index, values in enumerate(sums):
-            for at in range(0, self.tile.segment, width):
+            for at in range(0, values.shape[1], width):
                 buffer = refs.out_stages.at[warpgroup, num_stores % num_buffers]
                 mosaic.wait_copy_out(num_pending, wait_read_only=True)
                 buffer[...] = values[:, at : at + width].astype(refs.out.dtype)
                 mosaic.commit()
-                column = work.column_tile * self.tile.columns + index * self.tile.segment + at
+                column = work.first_column + index * values.shape[1] + at
                 target = out.at[rows, pl.ds(column, width)]
                 if whole:
                     mosaic.copy_out(buffer, target)
@@ -315,6 +342,15 @@ def _body(product: Product, names: tuple[str, ...], *refs: Any) -> None:
     @pl.when(warpgroup == product.tile.num_groups)
     def _() -> None:
         product.copy(memory)
+
+
+def num_halved(num_tiles: int, num_blocks: int, *, tile: Tile) -> int:
+    """Tiles of the last round that are halved, so that two blocks share each; often none.
+
+    Halves of 128 columns have one scale a row of K and store whole patterns, as tiles do.
+    """
+    num_last = num_tiles % num_blocks
+    return num_last if tile.columns == BLOCK and 2 * num_last <= num_blocks else 0
 
 
 def stored_columns(num_columns: int, dtype: jnp.dtype) -> int:

@@ -4,6 +4,7 @@ A step is 128 of K: the scale block, the promotion interval and one 128-byte row
 are the same length, so a step is one barrier, four wgmma and one promotion to float32.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,24 +58,26 @@ class ScaledProduct(Product):
     def copy_step(self, refs: Refs, work: Work, *, index: Any, slot: Any) -> None:
         """Start the copies of both operands and their scales."""
         rows = pl.ds(work.row_tile * self.tile.rows, self.tile.rows)
-        columns = pl.ds(work.column_tile * self.tile.columns, self.tile.columns)
+        columns, width = pl.ds(work.first_column, work.columns), pl.ds(0, work.columns)
         b = refs.b.at[work.group] if self.grouping == "rows" else refs.b
         together = {"collective_axes": "member"} if self.tile.cluster > 1 else {}
         k = work.first_block + index
         inner, full = pl.ds(k * BLOCK, BLOCK), refs.full.at[slot]
         mosaic.copy_in(refs.a.at[rows, inner], refs.a_stages.at[slot], full)
-        mosaic.copy_in(b.at[columns, inner], refs.b_stages.at[slot], full, **together)
+        mosaic.copy_in(b.at[columns, inner], refs.b_stages.at[slot, width], full, **together)
         mosaic.copy_in(refs.a_scales.at[k, rows], refs.a_scale_stages.at[slot], full)
         if self.b_scales_by_row:
-            mosaic.copy_in(refs.b_scales.at[k, columns], refs.b_scale_stages.at[slot], full)
+            stage = refs.b_scale_stages.at[slot, width]
+            mosaic.copy_in(refs.b_scales.at[k, columns], stage, full)
 
     def compute_tile(self, refs: Refs, work: Work, warpgroup: Any) -> tuple[jax.Array, ...]:
         """Multiply each step into a fresh accumulator and promote it with its scales."""
         ring = self.ring(refs)
         my_rows = pl.ds(warpgroup * mosaic.WARPGROUP_ROWS, mosaic.WARPGROUP_ROWS)
-        shape = (mosaic.WARPGROUP_ROWS, self.tile.columns)
-        segment = self.tile.segment
-        starts = range(0, self.tile.columns, segment)
+        shape = (mosaic.WARPGROUP_ROWS, work.columns)
+        width = pl.ds(0, work.columns)
+        segment = math.gcd(work.columns, BLOCK)
+        starts = range(0, work.columns, segment)
 
         def step(index: Any, carry: Any) -> Any:
             sums, b_scales = carry
@@ -85,11 +88,11 @@ class ScaledProduct(Product):
             part = mosaic.multiply(
                 shape,
                 lambda acc: mosaic.wgmma(
-                    acc, refs.a_stages.at[slot, my_rows], refs.b_stages.at[slot].T
+                    acc, refs.a_stages.at[slot, my_rows], refs.b_stages.at[slot, width].T
                 ),
             )
             if self.b_scales_by_row:
-                stage = refs.b_scale_stages.at[slot]
+                stage = refs.b_scale_stages.at[slot, width]
                 by_column = mosaic.load(stage, layout=mosaic.PER_COLUMN)
                 part = part * lax.broadcast_in_dim(by_column, shape, [1])
             ring.release(work.first_step + index)
@@ -106,8 +109,8 @@ class ScaledProduct(Product):
 
     def weight_scales(self, refs: Refs, work: Work, step: Any) -> tuple[Any, ...]:
         """Scales of the tile's segments at a step, read one step ahead of their use."""
-        segment = self.tile.segment
-        num_segments = self.tile.columns // segment
+        segment = math.gcd(work.columns, BLOCK)
+        num_segments = work.columns // segment
         if self.b_scales_by_row:
             return (jnp.float32(1.0),) * num_segments
         k = jnp.minimum(step, self.num_steps - 1)
@@ -115,7 +118,7 @@ class ScaledProduct(Product):
         scales = refs.b_scales.at[work.group] if self.grouping == "rows" else refs.b_scales
         found = []
         for index in range(num_segments):
-            column = work.column_tile * self.tile.columns + index * segment
+            column = work.first_column + index * segment
             found.append(scales[jnp.minimum(lax.div(column, jnp.int32(BLOCK)), last), k])
         return tuple(found)
 

@@ -14,7 +14,14 @@ from pallas_kernels.accuracy import TOLERANCES, Difference, difference
 from pallas_kernels.bench import dense_peers
 from pallas_kernels.bench.dense_peers import Operands
 from pallas_kernels.bench.measure import Check, Part, Problem, Work, in_threads
-from pallas_kernels.bench.timing import Candidate, Record, compiled_candidate, interleaved, untimed
+from pallas_kernels.bench.timing import (
+    SWEEP_REST_S,
+    Candidate,
+    Record,
+    compiled_candidate,
+    interleaved,
+    untimed,
+)
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
 from pallas_kernels.fp8_matmul import op, reference
 from pallas_kernels.fp8_matmul.cases import FEW_ROWS, make_case, tuning_key
@@ -221,8 +228,9 @@ def tiles_to_try(sizes: Sizes) -> list[Tile | DecodeTile]:
         # Two warpgroups of rows: weights may as well take the columns.
         return [*few, *(Tile(2, columns, num_stages=8) for columns in (64, 96, 128, 160, 192))]
     return [
-        Tile(groups, columns, num_stages=7, snake=snake, cluster=cluster)
-        for groups, columns in ((3, 128), (2, 192), (2, 160), (2, 128))
+        Tile(groups, columns, 7, num_out_buffers=num_buffers, snake=snake, cluster=cluster)
+        for groups, columns in ((3, 128), (3, 96), (2, 192))
+        for num_buffers in (1, 2)
         for snake in (1, 8)
         for cluster in (1, 2)
     ]
@@ -242,7 +250,7 @@ def tune(
 
     builds = [partial(build, index) for index in range(len(tiles))]
     candidates = in_threads(builds, num_threads=num_threads)
-    rounds = interleaved(candidates, num_rounds=num_rounds, round_s=0.005)
+    rounds = interleaved(candidates, num_rounds=num_rounds, round_s=0.005, rest_s=SWEEP_REST_S)
     best = float("inf")
     case = make_case(*sizes, hardware=hardware.current())
     check = checker(operands)

@@ -20,7 +20,14 @@ from pallas_kernels.bench.measure import (
     Work,
     in_threads,
 )
-from pallas_kernels.bench.timing import Candidate, Record, compiled_candidate, interleaved, untimed
+from pallas_kernels.bench.timing import (
+    SWEEP_REST_S,
+    Candidate,
+    Record,
+    compiled_candidate,
+    interleaved,
+    untimed,
+)
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import BENCH_SHAPES, GroupedCase, Precision
@@ -214,7 +221,7 @@ def tiles_to_try(precision: Precision) -> Sequence[Tile]:
     return [
         Tile(num_groups=2, columns=columns, num_stages=7, snake=snake)
         for columns in widths
-        for snake in (1, 4, 8)
+        for snake in (2, 4, 8, 16)
     ]
 
 
@@ -242,7 +249,7 @@ def tune(
             for index, tile in enumerate(tiles)
         ]
         candidates = in_threads(builds, num_threads=num_threads)
-        rounds = interleaved(candidates, num_rounds=num_rounds, round_s=0.01)
+        rounds = interleaved(candidates, num_rounds=num_rounds, round_s=0.01, rest_s=SWEEP_REST_S)
         best = min(rounds, key=lambda name: sorted(rounds[name])[num_rounds // 2])
         table = table.with_entry(op, key, settings=asdict(tiles[int(best)]))
         for candidate in candidates:

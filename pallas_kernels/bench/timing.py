@@ -13,6 +13,8 @@ from jax.stages import Compiled
 from pallas_kernels.bench import clock
 
 MAX_CALLS = 400
+# Rest before each round of a sweep of tiles, seconds: no tile pays for the power of another.
+SWEEP_REST_S = 0.05
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class PlainProduct(Product):
     def copy_step(self, refs: Refs, work: Work, *, index: Any, slot: Any) -> None:
         """Start the copies of both operands."""
         rows = pl.ds(work.row_tile * self.tile.rows, self.tile.rows)
-        columns = pl.ds(work.column_tile * self.tile.columns, self.tile.columns)
+        columns = pl.ds(work.first_column, work.columns)
         inner = pl.ds((work.first_block + index) * self.step, self.step)
         b = refs.b.at[work.group] if self.grouping == "rows" else refs.b
         full = refs.full.at[slot]
@@ -82,7 +82,7 @@ class PlainProduct(Product):
 
         sums = mosaic.multiply((mosaic.WARPGROUP_ROWS, self.tile.columns), issue)
         segment = self.tile.segment
-        return tuple(sums[:, at : at + segment] for at in range(0, self.tile.columns, segment))
+        return tuple(sums[:, at : at + segment] for at in range(0, work.columns, segment))
 
 
 def grouped_product(
