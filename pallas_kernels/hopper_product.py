@@ -44,7 +44,8 @@ class Tile:
         num_stages: most steps in flight between copying and computing; fewer if memory is short.
         num_out_buffers: buffers of 128 bytes a row through which a warpgroup stores its rows.
         snake: tiles side by side before the walk turns; neighbours share operands in L2.
-        cluster: blocks, one above the other, that share each copy of B; dense products only.
+        cluster: blocks that share each copy of an operand: one above the other of B, or where
+            rows are grouped, and B with them, side by side of A.
     """
 
     num_groups: int
@@ -157,11 +158,13 @@ class Product(ABC):
 
     @property
     def walk_shape(self) -> tuple[int, int]:
-        """Tiles in each direction; a cluster takes its rows of tiles together."""
-        num_row_tiles = pl.cdiv(self.m, self.tile.rows)
-        return pl.cdiv(num_row_tiles, self.tile.cluster), pl.cdiv(
-            self.num_columns, self.tile.columns
-        )
+        """Tiles in each direction; those of a cluster count as one."""
+        rows, columns = self.tile.rows, self.tile.columns
+        if self.grouping == "rows":
+            columns *= self.tile.cluster
+        else:
+            rows *= self.tile.cluster
+        return pl.cdiv(self.m, rows), pl.cdiv(self.num_columns, columns)
 
     @property
     def num_tiles(self) -> int:
@@ -204,6 +207,11 @@ class Product(ABC):
     @abstractmethod
     def compute_tile(self, refs: Refs, work: Work, warpgroup: Any) -> tuple[jax.Array, ...]:
         """Return the float32 sums of this warpgroup's rows, one array for each segment."""
+
+    def sharing(self, operand: Literal["a", "b"]) -> dict[str, str]:
+        """Options of the copies of an operand: whether a cluster makes each once for all."""
+        shared = "a" if self.grouping == "rows" else "b"
+        return {"collective_axes": "member"} if self.tile.cluster > 1 and operand == shared else {}
 
     def ring(self, refs: Refs) -> mosaic.Ring:
         """The stages between the copying warpgroup and the computing ones."""
@@ -255,10 +263,12 @@ class Product(ABC):
             first_block = refs.groups[group] * steps_of_block
             num_steps = refs.groups[group + 1] * steps_of_block - first_block
         row_tile, column_tile = mosaic.planar_snake(linear, self.walk_shape, 1, self.tile.snake)
-        if self.tile.cluster > 1:
-            row_tile = row_tile * self.tile.cluster + lax.axis_index("member")
+        member = lax.axis_index("member") if self.tile.cluster > 1 else jnp.int32(0)
         if self.grouping == "rows":
             group = refs.groups[row_tile]
+            column_tile = column_tile * self.tile.cluster + member
+        else:
+            row_tile = row_tile * self.tile.cluster + member
         columns = self.tile.columns
         first_column = column_tile * columns
         return Work(row_tile, first_column, columns, group, first_block, num_steps, first_step)

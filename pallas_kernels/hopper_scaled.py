@@ -60,11 +60,11 @@ class ScaledProduct(Product):
         rows = pl.ds(work.row_tile * self.tile.rows, self.tile.rows)
         columns, width = pl.ds(work.first_column, work.columns), pl.ds(0, work.columns)
         b = refs.b.at[work.group] if self.grouping == "rows" else refs.b
-        together = {"collective_axes": "member"} if self.tile.cluster > 1 else {}
         k = work.first_block + index
         inner, full = pl.ds(k * BLOCK, BLOCK), refs.full.at[slot]
-        mosaic.copy_in(refs.a.at[rows, inner], refs.a_stages.at[slot], full)
-        mosaic.copy_in(b.at[columns, inner], refs.b_stages.at[slot, width], full, **together)
+        mosaic.copy_in(refs.a.at[rows, inner], refs.a_stages.at[slot], full, **self.sharing("a"))
+        b_stage = refs.b_stages.at[slot, width]
+        mosaic.copy_in(b.at[columns, inner], b_stage, full, **self.sharing("b"))
         mosaic.copy_in(refs.a_scales.at[k, rows], refs.a_scale_stages.at[slot], full)
         if self.b_scales_by_row:
             stage = refs.b_scale_stages.at[slot, width]

@@ -217,11 +217,12 @@ def named(sizes: Sizes) -> dict[str, int]:
 
 def tiles_to_try(precision: Precision) -> Sequence[Tile]:
     """The tiles, 128 rows high, that a sweep compares."""
-    widths = (192, 160, 128) if precision == "fp8" else (256, 192, 128)
+    widths = (192, 160) if precision == "fp8" else (256, 192)
     return [
-        Tile(num_groups=2, columns=columns, num_stages=7, snake=snake)
+        Tile(num_groups=2, columns=columns, num_stages=7, snake=snake, cluster=cluster)
         for columns in widths
         for snake in (2, 4, 8, 16)
+        for cluster in (1, 2)
     ]
 
 

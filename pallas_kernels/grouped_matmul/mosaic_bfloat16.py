@@ -49,8 +49,9 @@ class PlainProduct(Product):
         full = refs.full.at[slot]
         a_place = (inner, rows) if self.a_inner_first else (rows, inner)
         b_place = (inner, columns) if self.b_inner_first else (columns, inner)
-        mosaic.copy_in(refs.a.at[a_place], refs.a_stages.at[slot], full)
-        mosaic.copy_in(b.at[b_place], refs.b_stages.at[slot], full)
+        a_stage, b_stage = refs.a_stages.at[slot], refs.b_stages.at[slot]
+        mosaic.copy_in(refs.a.at[a_place], a_stage, full, **self.sharing("a"))
+        mosaic.copy_in(b.at[b_place], b_stage, full, **self.sharing("b"))
 
     def compute_tile(self, refs: Refs, work: Work, warpgroup: Any) -> tuple[jax.Array, ...]:
         """Add all steps up in one accumulator, two products in flight."""

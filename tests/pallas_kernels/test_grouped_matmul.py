@@ -1,5 +1,6 @@
 """Grouped products: empty groups, rows of no group, masked rows; forward, backward, interpreted."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -7,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hardware, mosaic
+from pallas_kernels import hardware, mosaic, tuning
 from pallas_kernels.accuracy import difference
 from pallas_kernels.grouped_matmul import align, grouped_matmul, masked_grouped_matmul, reference
 from pallas_kernels.grouped_matmul.cases import TEST_CASES
 from pallas_kernels.grouped_matmul.layout import num_tiles
+from pallas_kernels.hopper_product import Tile
 
 CASE = Path(__file__).parent.parent / "data" / "S18" / "case.npz"
 # Cosine difference from float64 on unrounded operands: half the squared relative error of two
@@ -115,12 +117,17 @@ def test_operands_that_do_not_fit_are_refused_with_their_shapes():
         grouped_matmul(x, w[:, :8], group_sizes=sizes, precision="float32")
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
-def test_the_hopper_kernels_equal_the_xla_path_forward_and_backward(precision):
+@pytest.mark.parametrize(("precision", "cluster"), [("bfloat16", 1), ("fp8", 1), ("bfloat16", 2)])
+def test_the_hopper_kernels_equal_the_xla_path_forward_and_backward(precision, cluster):
     sizes, rows, n, k = (0, 9, 0, 5), 16, 24, 40
     x, w, grad, group_sizes = operands(sizes, rows, n, k, dtype=jnp.bfloat16)
     expected = forward_and_backward(of(precision), x, w, grad, group_sizes)
-    with mosaic.interpreted(), hardware.target("NVIDIA H200"):
+    # Blocks of a cluster share each copy, forward of rows and for the weights' gradient of columns.
+    tile = Tile(num_groups=2, columns=64, num_stages=2, cluster=cluster)
+    table = tuning.Table("NVIDIA H200")
+    if cluster > 1:
+        table = table.with_entry(f"grouped_{precision}", f"g4_n{n}_k{k}", settings=asdict(tile))
+    with mosaic.interpreted(), hardware.target("NVIDIA H200"), tuning.override(table):
         run = of(precision, backend="mosaic_gpu")
         found = forward_and_backward(run, x, w, grad, group_sizes)
     for ours, right in zip(found, expected, strict=True):
