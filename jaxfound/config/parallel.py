@@ -8,6 +8,7 @@ from jaxfound.config.schema import Section, key
 
 Positive = Annotated[int, Field(ge=1)]
 AxisName = Literal["pipeline", "data", "fsdp", "expert", "context", "tensor"]
+ZeroStage = Literal[0, 1, 2, 3]
 AXES: tuple[AxisName, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -18,16 +19,28 @@ class ParallelConfig(Section):
     data: Positive | Literal["auto"] = key(
         "auto", "replicas of the model; auto = every device the other axes leave"
     )
-    fsdp: int = key(1, "devices that share parameters, gradients and optimizer state", ge=1)
+    fsdp: int = key(
+        1, "devices that see different rows and share the state that zero_stage says", ge=1
+    )
     expert: int = key(1, "devices that share the experts", ge=1)
     context: int = key(1, "devices that share one sequence", ge=1)
     tensor: int = key(1, "devices that share one matrix product", ge=1)
+    tensor_span: Literal["host", "cluster"] = key(
+        "host", "how far tensor may reach: inside one host, or anywhere at the network's speed"
+    )
+    zero_stage: ZeroStage = key(
+        3,
+        "state that is cut over fsdp: 0 none, 1 the optimizer's, 2 also summed gradients, "
+        "3 also parameters",
+    )
     num_microbatches: int = key(
         1, "pieces a global batch is cut into; gradients are summed over them", ge=1
     )
     layers_per_scan_step: Positive | Literal["all"] = key(
         1, "layers unrolled in one step of the scan over layers; all = no scan"
     )
-    remat: Literal["none", "matmul_outputs", "full"] = key(
-        "none", "what the backward pass recomputes: nothing, all but matmul outputs, everything"
+    remat: Literal["none", "matmul_outputs", "full", "auto"] = key(
+        "none",
+        "what the backward pass recomputes: nothing, all but matmul outputs, everything; "
+        "auto = the first of these that fits the memory",
     )

@@ -31,9 +31,9 @@ def describe(cfg: ModelConfig) -> ParamTable:
         specs.append(
             ParamSpec(
                 path=dotted(path),
-                shape=tuple(value.shape),
+                shape=shape_of(variable),
                 dtype=np.dtype(value.dtype).name,
-                dims=tuple(variable.get_metadata()["out_sharding"]),
+                dims=dims_of(variable),
                 kind="buffer" if isinstance(variable, Buffer) else "param",
             )
         )
@@ -92,11 +92,21 @@ class Frame:
 
     def shardings(self, mesh: Mesh) -> "Arrays":
         """Return where each array lives on `mesh`."""
-        return self._grouped(
-            lambda v: NamedSharding(
-                mesh, self.execution.rules.param_spec(v.get_metadata()["out_sharding"])
-            )
-        )
+        spec = self.execution.rules.param_spec
+        return self._grouped(lambda v: NamedSharding(mesh, spec(dims_of(v), shape_of(v))))
+
+    def slot_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
+        """Return where the moments of each parameter live on `mesh`."""
+        spec = self.execution.rules.slot_spec
+        return self._grouped(lambda v: NamedSharding(mesh, spec(dims_of(v), shape_of(v)))).params
+
+    def constrain_grads(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return gradients by path, each pinned to its place while micro-batches are summed."""
+        return self._pinned(self.execution.rules.constrain_grad, grads)
+
+    def constrain_slots(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return arrays by parameter path, each pinned to where the parameter's moments lie."""
+        return self._pinned(self.execution.rules.constrain_slot, arrays)
 
     def shapes(self) -> "Arrays":
         """Return the shape and format of each array."""
@@ -109,6 +119,12 @@ class Frame:
         """
         model = Decoder(self.cfg, rngs=nnx.Rngs(seed), execution=self.execution)
         return arrays_of(model)
+
+    def _pinned(
+        self, pin: Callable[..., jax.Array], arrays: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        dims = self._grouped(dims_of).params
+        return {path: pin(array, *dims[path]) for path, array in arrays.items()}
 
     def _grouped(self, of: Callable[[nnx.Variable], Leaf]) -> "Arrays":
         return _split(((p, v, of(v)) for p, v in self._variables.items()))
@@ -130,6 +146,16 @@ def arrays_of(model: Decoder) -> Arrays:
     """Return the model's arrays as two flat dicts."""
     flat = nnx.to_flat_state(nnx.state(model))
     return _split((path, v, v.get_value()) for path, v in flat)
+
+
+def dims_of(variable: nnx.Variable) -> tuple[str | None, ...]:
+    """Return the logical name of each dim of a model's variable."""
+    return tuple(variable.get_metadata()["out_sharding"])
+
+
+def shape_of(variable: nnx.Variable) -> tuple[int, ...]:
+    """Return the sizes of a variable's dims."""
+    return tuple(variable.get_value().shape)
 
 
 def dotted(path: Iterable[Hashable]) -> str:

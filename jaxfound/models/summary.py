@@ -6,6 +6,7 @@ from jaxfound.config.model import ModelConfig
 from jaxfound.config.params import ParamSpec
 from jaxfound.models.build import describe
 from jaxfound.models.cache import bytes_a_token
+from jaxfound.parallelism.compute import active_elements, real_elements, score_channels
 
 
 class Part(NamedTuple):
@@ -84,10 +85,10 @@ def summarize(cfg: ModelConfig, *, seq_len: int) -> Summary:
     for spec in table:
         if spec.kind == "param":
             counted = totals[part_of(spec.path)]
-            counted[0] += real_size(spec, cfg)
-            counted[1] += active_size(spec, cfg)
+            counted[0] += real_elements(spec, cfg)
+            counted[1] += active_elements(spec, cfg)
     parts = tuple(Part(name, t, a) for name, (t, a) in sorted(totals.items(), key=_last_mtp) if t)
-    matmuls = 2 * sum(active_size(s, cfg) for s in table if is_multiplied(s, cfg))
+    matmuls = 2 * sum(active_elements(s, cfg) for s in table if is_multiplied(s, cfg))
     scores = 2 * cfg.num_layers * cfg.num_heads * score_channels(cfg)
     return Summary(
         parts=parts,
@@ -105,31 +106,11 @@ def part_of(path: str) -> str:
     return next(name for fragment, name in PARTS if fragment in path)
 
 
-def real_size(spec: ParamSpec, cfg: ModelConfig) -> int:
-    """Return the parameters of an array without the rows that pad the vocabulary."""
-    if "vocab" in spec.dims:
-        return spec.size // cfg.padded_vocab_size * cfg.vocab_size
-    return spec.size
-
-
-def active_size(spec: ParamSpec, cfg: ModelConfig) -> int:
-    """Return the parameters of an array that one token uses."""
-    size = real_size(spec, cfg)
-    return size // cfg.moe.num_experts * cfg.moe.top_k if "experts" in spec.dims else size
-
-
 def is_multiplied(spec: ParamSpec, cfg: ModelConfig) -> bool:
     """True for matrices of the main model's forward pass; a lookup multiplies nothing."""
     if spec.kind != "param" or not spec.is_matrix or part_of(spec.path) == MTP:
         return False
     return part_of(spec.path) != "embedding" or cfg.tie_embeddings
-
-
-def score_channels(cfg: ModelConfig) -> int:
-    """Return the channels of a head that scores and mixing contract, for one pair of tokens."""
-    if cfg.mixer == "mla":
-        return cfg.mla.qk_head_dim + cfg.mla.v_head_dim
-    return 2 * cfg.gqa.head_dim
 
 
 def _last_mtp(entry: tuple[str, list[int]]) -> bool:

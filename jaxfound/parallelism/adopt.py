@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfound.config.parallel import AXES
 from jaxfound.parallelism.axes import ShardingRules
+from jaxfound.parallelism.legal import PlanError
 from jaxfound.parallelism.mesh import build_mesh
-from jaxfound.parallelism.plan import ParallelPlan, PlanError
+from jaxfound.parallelism.plan import ParallelPlan
 
 log = logging.getLogger(__name__)
 

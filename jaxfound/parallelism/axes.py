@@ -1,30 +1,36 @@
 """Logical dims of arrays and the mesh axes that split them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxfound.config.parallel import AxisName
+from jaxfound.config.parallel import AXES, AxisName, ZeroStage
 
 BATCH_AXES: tuple[AxisName, ...] = ("data", "fsdp", "expert")
 
-# A dim that is not a key here is never split. fsdp cuts a parameter along `embed`, or along the
-# latent rank where there is no `embed`: an axis cuts the first dim that asks for it, once.
+# How a parameter lies while it is used; a dim that is not a key here is whole.
 PARAM_AXES: Mapping[str, tuple[AxisName, ...]] = {
     "layers": ("pipeline",),
     "experts": ("expert",),
-    "embed": ("fsdp",),
-    "latent": ("fsdp",),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "ffn": ("tensor",),
 }
+# fsdp cuts what is kept between uses along the first of these dims, on top of the table above. An
+# array that has none of them, a norm's scale, is whole on every device.
+FSDP_DIMS = ("embed", "latent")
+type Dims = Sequence[str | None]
+type Axes = tuple[tuple[AxisName, ...], ...]
+
 ACTIVATION_AXES: Mapping[str, tuple[AxisName, ...]] = {
     "batch": BATCH_AXES,
     "seq": ("context",),
+    # Rows that every device of the context axis holds whole, one copy each.
+    "copies": ("context", *BATCH_AXES),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -36,41 +42,140 @@ ACTIVATION_AXES: Mapping[str, tuple[AxisName, ...]] = {
 class ShardingRules:
     """Maps the logical dims of parameters and activations to mesh axes.
 
+    Which arrays fsdp cuts is the ZeRO stage; along which dim follows from the parameter's own dims
+    and is the same for the parameter, its gradient and its moments: the first `embed` or `latent`
+    that divides; else the largest named dim that no other axis cuts; else the largest that one
+    does. Gradients and moments take the stack of layers where nothing else divides. A parameter
+    cannot: the scan over layers would gather the whole stack to pick one. What none of this
+    divides is whole on every device (`zero.notes` names it).
+
     Attributes:
         unsplit: dims that stay whole although the table above would split them, e.g. `kv_heads`
             when there are fewer of them than tensor-parallel devices.
+        zero_stage: what fsdp cuts: 0 nothing, 1 the optimizer's arrays, 2 also summed gradients,
+            3 also parameters.
+        degrees: devices along each axis, in mesh order; 1 also where nobody knows, so that every
+            dim divides.
+
+    Source: Rajbhandari et al., "ZeRO" (2020), section 5.
     """
 
     unsplit: tuple[str, ...] = ()
+    zero_stage: ZeroStage = 3
+    degrees: tuple[int, ...] = (1,) * len(AXES)
 
-    def param_axes(self, dims: Sequence[str | None]) -> tuple[tuple[AxisName, ...], ...]:
-        """Return the mesh axes that split each dim of a stored parameter."""
+    def param_axes(self, dims: Dims, shape: Sequence[int] | None = None) -> Axes:
+        """Return the mesh axes that split each dim of a stored parameter.
+
+        Args:
+            dims: their names.
+            shape: their sizes; without them every dim divides.
+        """
+        return self._stored(dims, shape, cut=self.zero_stage >= 3, layers=False)
+
+    def grad_axes(self, dims: Dims, shape: Sequence[int] | None = None) -> Axes:
+        """Return the mesh axes that split each dim of a parameter's gradient, while summed."""
+        return self._stored(dims, shape, cut=self.zero_stage >= 2, layers=True)
+
+    def slot_axes(self, dims: Dims, shape: Sequence[int] | None = None) -> Axes:
+        """Return the mesh axes that split each dim of a moment of the optimizer."""
+        return self._stored(dims, shape, cut=self.zero_stage >= 1, layers=True)
+
+    def param_spec(self, dims: Dims, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Return how a parameter with these dims is stored on the mesh."""
+        return _spec(self.param_axes(dims, shape))
+
+    def grad_spec(self, dims: Dims, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Return how the gradient of a parameter lies while micro-batches are summed."""
+        return _spec(self.grad_axes(dims, shape))
+
+    def slot_spec(self, dims: Dims, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Return how a moment of a parameter lies, and where the parameter is updated."""
+        return _spec(self.slot_axes(dims, shape))
+
+    def activation_spec(self, dims: Dims) -> PartitionSpec:
+        """Return how an activation with these dims lies on the mesh."""
+        return _spec(self._axes(dims, ACTIVATION_AXES))
+
+    def gathered_spec(self, dims: Dims) -> PartitionSpec:
+        """Return how a parameter lies while it is used: whole over fsdp, split over the rest."""
+        return _spec(self.used_axes(dims))
+
+    def used_axes(self, dims: Dims) -> Axes:
+        """Return the mesh axes that split each dim of a parameter while it is used."""
         return self._axes(dims, PARAM_AXES)
 
-    def param_spec(self, dims: Sequence[str | None]) -> PartitionSpec:
-        """Return how a parameter with these dims is stored on the mesh."""
-        return self._spec(dims, PARAM_AXES)
+    def degree(self, axis: AxisName) -> int:
+        """Return the devices along `axis`."""
+        return self.degrees[AXES.index(axis)]
 
-    def activation_spec(self, dims: Sequence[str | None]) -> PartitionSpec:
-        """Return how an activation with these dims lies on the mesh."""
-        return self._spec(dims, ACTIVATION_AXES)
+    def pieces(self, axes: Sequence[AxisName]) -> int:
+        """Return the pieces that these axes together make of a dim."""
+        return math.prod(self.degree(axis) for axis in axes)
 
-    def gathered_spec(self, dims: Sequence[str | None]) -> PartitionSpec:
-        """Return how a parameter lies while it is used: whole over fsdp, split over the rest."""
-        table = {d: a for d, a in PARAM_AXES.items() if "fsdp" not in a}
-        return self._spec(dims, table)
+    def fsdp_dim(self, dims: Dims, shape: Sequence[int], *, layers: bool) -> int | None:
+        """Return which dim fsdp cuts, None for an array that stays whole over it.
+
+        Args:
+            dims: their names.
+            shape: their sizes.
+            layers: whether the stack of layers may be cut where nothing else divides.
+        """
+        named = [i for i, dim in enumerate(dims) if dim is not None and dim not in self.unsplit]
+        asking = [i for i in named if dims[i] in FSDP_DIMS]
+        if not asking:
+            return None
+        pieces = [self.pieces(axes) for axes in self.used_axes(dims)]
+        others = [i for i in named if i not in asking and dims[i] != "layers"]
+        others.sort(key=lambda i: (pieces[i] > 1, -shape[i], i))
+        last = [i for i in named if dims[i] == "layers" and layers]
+        fsdp = self.degree("fsdp")
+        fitting = (i for i in asking + others + last if shape[i] % (pieces[i] * fsdp) == 0)
+        return next(fitting, None)
 
     def constrain(self, x: jax.Array, *dims: str | None) -> jax.Array:
         """Pin an activation to its place on the mesh in force; without a mesh it is `x`."""
         return _pin(x, self.activation_spec(dims))
 
-    def gather(self, w: jax.Array, *dims: str | None) -> jax.Array:
+    def gather(self, w: jax.Array, *dims: str | None, picked: bool = False) -> jax.Array:
         """Pin a parameter to its place during use, which all-gathers what fsdp split.
 
         Left to itself the partitioner may gather activations instead and split the product over
-        fsdp: tensor parallelism that nobody asked for.
+        fsdp: tensor parallelism that nobody asked for. Cast before: pinned as stored as well, `w`
+        crosses the wire in its own format. Its gradient is pinned to its own place at once: behind
+        a rounding, the sum over devices and the cut would no longer be one reduce_scatter.
+
+        Args:
+            w: the parameter, in the format of its use.
+            dims: their names.
+            picked: whether rows are picked and not multiplied. The sum of their gradient is then
+                formed whole: cut before, every token would be exchanged, and one device would add
+                all of them in the format of `w`.
         """
-        return _pin(w, self.gathered_spec(dims))
+        if jax.sharding.get_abstract_mesh().empty:
+            return w
+
+        def whole(w: jax.Array) -> jax.Array:
+            return _pin(_pin(w, self.param_spec(dims, w.shape)), self.gathered_spec(dims))
+
+        def forward(w: jax.Array) -> tuple[jax.Array, None]:
+            return whole(w), None
+
+        def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+            grad = _pin(grad, self.gathered_spec(dims)) if picked else grad
+            return (self.constrain_grad(grad, *dims) if self.zero_stage >= 2 else grad,)
+
+        gathered = jax.custom_vjp(whole)
+        gathered.defvjp(forward, backward)
+        return gathered(w)
+
+    def constrain_grad(self, grad: jax.Array, *dims: str | None) -> jax.Array:
+        """Pin a parameter's gradient to its place while micro-batches are summed."""
+        return _pin(grad, self.grad_spec(dims, grad.shape))
+
+    def constrain_slot(self, x: jax.Array, *dims: str | None) -> jax.Array:
+        """Pin an array the shape of a parameter to where the parameter's moments lie."""
+        return _pin(x, self.slot_spec(dims, x.shape))
 
     def on_each_device[*In, Out](
         self,
@@ -104,15 +209,14 @@ class ShardingRules:
             check_vma=False,
         )
 
-    def _spec(
-        self, dims: Sequence[str | None], table: Mapping[str, tuple[AxisName, ...]]
-    ) -> PartitionSpec:
-        entries = self._axes(dims, table)
-        return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in entries))
+    def _stored(self, dims: Dims, shape: Sequence[int] | None, *, cut: bool, layers: bool) -> Axes:
+        """Return the axes of an array that is kept, cut over fsdp as well when `cut`."""
+        found = self.used_axes(dims)
+        sizes = (0,) * len(dims) if shape is None else shape
+        chosen = self.fsdp_dim(dims, sizes, layers=layers) if cut else None
+        return tuple((*a, "fsdp") if i == chosen else a for i, a in enumerate(found))
 
-    def _axes(
-        self, dims: Sequence[str | None], table: Mapping[str, tuple[AxisName, ...]]
-    ) -> tuple[tuple[AxisName, ...], ...]:
+    def _axes(self, dims: Dims, table: Mapping[str, tuple[AxisName, ...]]) -> Axes:
         used: set[AxisName] = set()
         found = []
         for dim in dims:
@@ -129,6 +233,11 @@ def sum_over(x: jax.Array, axis: AxisName) -> jax.Array:
     """Return the sum of x over a mesh axis inside `on_each_device`; x itself when it is one."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.psum(x, axis) if mesh.shape.get(axis, 1) > 1 else x
+
+
+def _spec(axes: Axes) -> PartitionSpec:
+    """Return axes by dim as JAX writes them."""
+    return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in axes))
 
 
 def _pin(x: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -1,39 +1,53 @@
-"""What was decided: degrees of the mesh axes, checked against the model before any compile."""
+"""What was decided: a layout that passed every check, where it lies, what it needs and costs."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import cast
 
 from jaxfound.config.parallel import AXES, AxisName
-from jaxfound.config.params import ParamSpec, ParamTable
-from jaxfound.config.run import RunConfig, divisors
+from jaxfound.config.params import ParamTable
+from jaxfound.config.run import RunConfig
 from jaxfound.parallelism.axes import BATCH_AXES, TABLE_RULES, ShardingRules
+from jaxfound.parallelism.compute import EFFICIENCY, bubble, compute_seconds
+from jaxfound.parallelism.explain import (
+    axis_lines,
+    host_lines,
+    ledger_lines,
+    seconds_text,
+    state_lines,
+    verdict_text,
+)
+from jaxfound.parallelism.layout import Layout
+from jaxfound.parallelism.legal import SPLITTABLE, Purpose, layout_of, resolve_degrees
+from jaxfound.parallelism.memory import (
+    MARGIN,
+    Ledger,
+    Slots,
+    adam_slots,
+    state_of,
+    whole_state_bytes,
+)
+from jaxfound.parallelism.placement import Placement
+from jaxfound.parallelism.remedies import remedies
+from jaxfound.parallelism.wires import Wire, amounts_of, best_placement, check_tensor, timed
+from jaxfound.resources.topology import Topology
 
-# Axes whose collectives this version writes; the others are refused above degree 1.
-SPLITTABLE: tuple[AxisName, ...] = ("data", "fsdp", "tensor")
-
-
-class PlanError(ValueError):
-    """A layout that cannot run: names the numbers, the rule and the nearest layouts that can."""
-
-
-class Traffic(NamedTuple):
-    """What one axis sends in a step, for `explain`."""
-
-    axis: AxisName
-    collective: str
-    what: str
-
-
-TRAFFIC: Mapping[AxisName, tuple[Traffic, ...]] = {
-    "data": (Traffic("data", "all_reduce", "gradients"),),
-    "fsdp": (
-        Traffic("fsdp", "all_gather", "weights, before each use"),
-        Traffic("fsdp", "reduce_scatter", "gradients"),
-    ),
-    "tensor": (Traffic("tensor", "all_reduce", "activations, twice a layer each way"),),
+FORMAT_VERSION = 2
+# A count of devices alone: one host of a kind that nothing is known of.
+UNKNOWN_KIND = "device of unknown kind"
+CUT_TEXT = {
+    0: "nothing",
+    1: "optimizer state",
+    2: "optimizer state and summed gradients",
+    3: "optimizer state, summed gradients and parameters",
 }
+# What JAX's allocator takes of a GPU unless this variable says another share.
+JAX_SHARE, JAX_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# What `remat: auto` tries, from the least recomputed on.
+POLICIES: tuple[str, ...] = tuple(EFFICIENCY)
+MESH_ORDER = Placement()
+NO_LEDGER = Ledger()
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,13 @@ class ParallelPlan:
         num_microbatches: pieces of the global batch whose gradients are summed.
         layers_per_scan_step: layers unrolled in one scan step; 0 = all of them, no scan.
         remat: name of the recomputation policy.
-        param_bytes: bytes of float32 parameters on one device.
+        topology: what the plan is for; None when only degrees were given.
+        placement: which axis runs over which link.
+        num_params: trained parameters of the model.
+        state_bytes: parameters, gradients and optimizer state of the whole model, each held once.
+        ledger: bytes of one device by kind.
+        wires: what each axis sends in a step.
+        compute_s: seconds of a step's arithmetic; None where the peak is not known.
         notes: decisions a reader should know, one sentence each.
     """
 
@@ -55,9 +75,15 @@ class ParallelPlan:
     num_microbatches: int = 1
     layers_per_scan_step: int = 1
     remat: str = "none"
-    param_bytes: int = 0
+    topology: Topology | None = None
+    placement: Placement = MESH_ORDER
+    num_params: int = 0
+    state_bytes: int = 0
+    ledger: Ledger = NO_LEDGER
+    wires: tuple[Wire, ...] = ()
+    compute_s: float | None = None
     notes: tuple[str, ...] = ()
-    format_version: int = 1
+    format_version: int = FORMAT_VERSION
 
     @property
     def num_devices(self) -> int:
@@ -69,6 +95,17 @@ class ParallelPlan:
         """Pieces the rows of a micro-batch are split into."""
         return math.prod(self.degree(a) for a in BATCH_AXES)
 
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of float32 parameters on one device."""
+        return self.ledger.of("parameters")
+
+    @property
+    def wire_s(self) -> float | None:
+        """Seconds of all traffic of a step, one after the other; None where a link is unknown."""
+        seconds = [wire.seconds for wire in self.wires]
+        return None if None in seconds else sum(cast(list[float], seconds))
+
     def degree(self, axis: AxisName) -> int:
         """Return the devices along `axis`."""
         return self.degrees[AXES.index(axis)]
@@ -78,151 +115,169 @@ class ParallelPlan:
         used = [f"{a}={n}" for a, n in zip(AXES, self.degrees, strict=True) if n > 1]
         return " x ".join(used) or "one device"
 
+    def as_data(self) -> dict[str, object]:
+        """Return the plan as plain data for JSON, with its format_version."""
+        topology = asdict(self.topology) if self.topology is not None else None
+        ledger = {e.kind: e.num_bytes for e in self.ledger.entries}
+        return {
+            "format_version": self.format_version,
+            "topology": topology,
+            "num_params": self.num_params,
+            "mesh": dict(zip(AXES, self.degrees, strict=True)),
+            "device_order": list(self.placement.order),
+            "zero_stage": self.rules.zero_stage,
+            "num_microbatches": self.num_microbatches,
+            "layers_per_scan_step": self.layers_per_scan_step,
+            "remat": self.remat,
+            "memory_bytes": {**ledger, "total": self.ledger.total_bytes},
+            "argument_bytes": self.ledger.argument_bytes,
+            "capacity_bytes": self.ledger.capacity_bytes,
+            "fits": self.ledger.fits,
+            "wires": [asdict(wire) for wire in self.wires],
+            "compute_s": self.compute_s,
+            "wire_s": self.wire_s,
+            "notes": list(self.notes),
+        }
+
     def explain(self) -> str:
         """Return the decisions as text, one a line, the same for the same inputs."""
-        lines = [f"mesh: {self.degrees_text()} ({self.num_devices} devices)"]
-        for axis in SPLITTABLE:
-            if self.degree(axis) > 1:
-                lines += [f"  {axis}: {t.collective} of {t.what}" for t in TRAFFIC[axis]]
-        scan = self.layers_per_scan_step or "all"
-        lines.append(f"batch rows split over {self.batch_degree} devices")
-        lines.append(f"micro-batches: {self.num_microbatches}")
-        lines.append(f"layers in one scan step: {scan}; remat: {self.remat}")
-        lines.append(f"parameters on one device: {self.param_bytes:,} bytes in float32")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(explanation(self))
 
 
-def make_plan(cfg: RunConfig, num_devices: int, *, params: ParamTable) -> ParallelPlan:
-    """Decide the layout of `cfg` on `num_devices`, or refuse it with the numbers.
+def make_plan(
+    cfg: RunConfig,
+    topology: Topology | int,
+    *,
+    params: ParamTable,
+    optimizer_slots: Slots | None = None,
+    purpose: Purpose = "run",
+) -> ParallelPlan:
+    """Decide the layout of `cfg` on a topology, or refuse it with the numbers.
+
+    A plan that does not fit the memory is returned with that verdict: activations are estimates.
 
     Args:
         cfg: what was asked.
-        num_devices: devices of the job.
+        topology: what there is; a number is that many devices of one host and unknown kind.
         params: the model's parameters, from `models.describe`.
+        optimizer_slots: what the update rule keeps; AdamW's two moments by default.
+        purpose: `read` also plans the axes that this version cannot run.
 
     Raises:
-        PlanError: the degrees, the batch or a dimension do not divide.
+        PlanError: the degrees, the batch or a dimension do not divide, or tensor leaves its host.
     """
-    degrees = resolve_degrees(cfg, num_devices)
-    rules, notes = choose_rules(cfg, degrees)
-    check_rows(cfg, degrees)
-    check_dims(params, degrees, rules=rules)
+    if isinstance(topology, int):
+        topology = Topology(1, topology, UNKNOWN_KIND, 0)
+    slots = adam_slots(params) if optimizer_slots is None else optimizer_slots
+    degrees = resolve_degrees(cfg, topology.num_devices, purpose=purpose)
+    asked, notes = layout_of(cfg, degrees, params)
+    layout, ledger = choose_remat(asked, slots=slots, capacity_bytes=topology.memory_bytes)
+    amounts = amounts_of(layout)
+    placement = best_placement(degrees, topology, amounts)
+    wires = timed(amounts, placement, topology)
+    check_tensor(cfg, degrees["tensor"], wires, topology=topology)
+    compute_s = compute_seconds(layout, topology)
+    notes += [*stage_notes(layout), *wire_notes(wires, compute_s=compute_s)]
+    notes += memory_notes(layout, ledger, topology=topology, slots=slots)
     step = cfg.parallel.layers_per_scan_step
     return ParallelPlan(
         degrees=tuple(degrees[a] for a in AXES),
-        rules=rules,
-        num_microbatches=cfg.parallel.num_microbatches,
+        rules=layout.rules,
+        num_microbatches=layout.num_microbatches,
         layers_per_scan_step=0 if step == "all" else step,
-        remat=cfg.parallel.remat,
-        param_bytes=sum(
-            bytes_on_one_device(s, degrees, rules=rules) for s in params if s.kind == "param"
-        ),
+        remat=layout.remat,
+        topology=topology,
+        placement=placement,
+        num_params=params.size,
+        state_bytes=whole_state_bytes(params, slots),
+        ledger=ledger,
+        wires=wires,
+        compute_s=compute_s,
         notes=tuple(notes),
     )
 
 
-def resolve_degrees(cfg: RunConfig, num_devices: int) -> dict[AxisName, int]:
-    """Return the degree of every axis; `data: auto` takes the devices the others leave."""
-    asked = cfg.parallel
-    fixed = {a: getattr(asked, a) for a in AXES if a != "data"}
-    for axis, degree in fixed.items():
-        if degree > 1 and axis not in SPLITTABLE:
-            raise PlanError(
-                f"parallel.{axis}={degree}: this version splits over {', '.join(SPLITTABLE)} only. "
-                f"Set parallel.{axis}=1"
-            )
-    others = math.prod(fixed.values())
-    product = " x ".join(f"{a}={n}" for a, n in fixed.items() if n > 1) or "1"
-    if asked.data == "auto" and num_devices % others:
-        raise PlanError(
-            f"{product} = {others} does not divide {num_devices} devices "
-            f"({num_devices} % {others} = {num_devices % others}). "
-            f"Choose degrees whose product is in {divisors(num_devices)}"
+def choose_remat(layout: Layout, *, slots: Slots, capacity_bytes: int) -> tuple[Layout, Ledger]:
+    """Return the layout and its ledger with the policy that was asked; of `auto`, the first to fit.
+
+    The last policy where none does, the first where the memory is not known.
+    """
+    state = state_of(layout, slots=slots)
+    *sooner, last = POLICIES if layout.remat == "auto" else (layout.remat,)
+    for policy in sooner:
+        chosen = replace(layout, remat=policy)
+        ledger = state.with_activations(chosen, capacity_bytes=capacity_bytes)
+        if ledger.fits is not False:
+            return chosen, ledger
+    chosen = replace(layout, remat=last)
+    return chosen, state.with_activations(chosen, capacity_bytes=capacity_bytes)
+
+
+def stage_notes(layout: Layout) -> Iterator[str]:
+    """Yield what is to be said of axes that cannot run yet, and of stages that wait."""
+    later = [a for a in AXES if layout.degree(a) > 1 and a not in SPLITTABLE]
+    if later:
+        yield (
+            f"{', '.join(later)}: planned here, but this version cannot run it; "
+            f"it splits over {', '.join(SPLITTABLE)}"
         )
-    data = num_devices // others if asked.data == "auto" else asked.data
-    if data * others != num_devices:
-        raise PlanError(
-            f"data={data} x {product} = {data * others}, but there are {num_devices} devices. "
-            f"Set parallel.data={max(num_devices // others, 1)}, or parallel.data=auto"
+    stages, pieces = layout.degree("pipeline"), layout.num_microbatches
+    if stages > 1:
+        yield (
+            f"pipeline: a stage waits {bubble(layout):.0%} of the step: (P - 1) / (M + P - 1) of "
+            f"P={stages} stages and M={pieces} micro-batches in a 1F1B schedule"
         )
-    return {a: data if a == "data" else fixed[a] for a in AXES}
 
 
-def choose_rules(
-    cfg: RunConfig, degrees: Mapping[AxisName, int]
-) -> tuple[ShardingRules, list[str]]:
-    """Return the rules for this model and the notes that explain departures from the table."""
-    tensor, kv_heads = degrees["tensor"], cfg.model.gqa.num_kv_heads
-    if cfg.model.mixer == "gqa" and kv_heads % tensor:
-        note = (
-            f"num_kv_heads={kv_heads} does not divide over tensor={tensor}: every tensor-parallel "
-            "device holds and computes all keys and values"
+def wire_notes(wires: Sequence[Wire], *, compute_s: float | None) -> Iterator[str]:
+    """Yield a warning when what crosses hosts outweighs the arithmetic of a step."""
+    crossing = sum(w.seconds or 0.0 for w in wires if w.crosses_hosts)
+    if compute_s is not None and crossing > compute_s:
+        yield (
+            f"warning: what crosses hosts takes {seconds_text(crossing)} of a step, more than the "
+            f"{seconds_text(compute_s)} of arithmetic: devices wait for the network. Use a faster "
+            "one, more NICs a host, fewer micro-batches, or axes that stay inside a host"
         )
-        return ShardingRules(unsplit=("kv_heads",)), [note]
-    return TABLE_RULES, []
 
 
-def check_rows(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
-    """Refuse a micro-batch whose rows do not split evenly over the batch axes."""
-    split = math.prod(degrees[a] for a in BATCH_AXES)
-    rows = cfg.train.batch_size // cfg.parallel.num_microbatches
-    if rows % split == 0:
+def memory_notes(
+    layout: Layout, ledger: Ledger, *, topology: Topology, slots: Slots
+) -> Iterator[str]:
+    """Yield the way out of a plan that does not fit, or what a full device needs to be told."""
+    if ledger.fits is False:
+        parallel = layout.cfg.parallel.model_copy(update={"remat": layout.remat})
+        cfg = layout.cfg.model_copy(update={"parallel": parallel})
+        degrees = dict(zip(AXES, layout.rules.degrees, strict=True))
+        yield remedies(cfg, degrees, layout.params, slots=slots, ledger=ledger)
         return
-    axes = " x ".join(f"{a}={degrees[a]}" for a in BATCH_AXES if degrees[a] > 1)
-    pieces = cfg.parallel.num_microbatches
-    lower = max(rows // split, 1) * split * pieces
-    upper = -(-rows // split) * split * pieces
-    raise PlanError(
-        f"a micro-batch of {rows} rows (train.batch_size={cfg.train.batch_size} / "
-        f"num_microbatches={pieces}) cannot be split over {axes} = {split} devices: "
-        f"{rows} % {split} = {rows % split}. Nearest batch_size: {sorted({lower, upper})}"
-    )
+    used = ledger.total_bytes - ledger.of("margin")
+    if topology.is_whole_gpu and used > JAX_SHARE * ledger.capacity_bytes:
+        yield (
+            f"JAX takes {JAX_SHARE:.0%} of a GPU's memory at start: run this with "
+            f"{JAX_SHARE_VARIABLE}={1 - MARGIN:g}"
+        )
 
 
-def check_dims(
-    params: ParamTable, degrees: Mapping[AxisName, int], *, rules: ShardingRules
-) -> None:
-    """Refuse degrees that do not divide a dimension they split; all faults in one message."""
-    faults: dict[tuple[str, int, AxisName], list[str]] = {}
-    for spec in params:
-        for dim, size, axis in splits(spec, rules=rules):
-            if size % degrees[axis]:
-                faults.setdefault((dim, size, axis), []).append(spec.path)
-    if faults:
-        raise PlanError("; ".join(_fault_text(k, v, degrees) for k, v in faults.items()))
-
-
-def splits(spec: ParamSpec, *, rules: ShardingRules) -> Iterator[tuple[str, int, AxisName]]:
-    """Yield every dim of a parameter that is split, its size, and the axis that splits it."""
-    cuts = rules.param_axes(spec.dims)
-    for dim, size, axes in zip(spec.dims, spec.shape, cuts, strict=True):
-        for axis in axes:
-            yield dim or "", size, axis
-
-
-def nearest_divisors(n: int, degree: int) -> list[int]:
-    """Return the divisors of `n` next to `degree`, below and above it."""
-    legal = divisors(n)
-    below = [d for d in legal if d <= degree][-1:]
-    above = [d for d in legal if d >= degree][:1]
-    return sorted({*below, *above})
-
-
-def _fault_text(
-    fault: tuple[str, int, AxisName], paths: list[str], degrees: Mapping[AxisName, int]
-) -> str:
-    dim, size, axis = fault
-    where = paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-    way_out = f", or a model.vocab_multiple that {axis} divides" if dim == "vocab" else ""
-    return (
-        f"{axis}={degrees[axis]} does not divide {dim}={size} of {where} "
-        f"({size} % {degrees[axis]} = {size % degrees[axis]}). "
-        f"Nearest {axis}: {nearest_divisors(size, degrees[axis])}{way_out}"
-    )
-
-
-def bytes_on_one_device(
-    spec: ParamSpec, degrees: Mapping[AxisName, int], *, rules: ShardingRules
-) -> int:
-    """Return the float32 bytes of one parameter's shard."""
-    return spec.size * 4 // math.prod(degrees[axis] for *_, axis in splits(spec, rules=rules))
+def explanation(plan: ParallelPlan) -> Iterator[str]:
+    """Yield the lines of `plan.explain()`."""
+    degrees = dict(zip(AXES, plan.degrees, strict=True))
+    if plan.topology is not None and plan.topology.device_kind != UNKNOWN_KIND:
+        yield plan.topology.text()
+    yield f"mesh: {plan.degrees_text()} ({plan.num_devices} devices)"
+    yield from axis_lines(degrees, plan.placement, plan.wires)
+    yield from host_lines(degrees, plan.placement)
+    yield f"batch rows split over {plan.batch_degree} devices"
+    yield f"micro-batches: {plan.num_microbatches}"
+    yield f"layers in one scan step: {plan.layers_per_scan_step or 'all'}; remat: {plan.remat}"
+    if plan.degree("fsdp") > 1:
+        yield f"ZeRO stage {plan.rules.zero_stage}: fsdp cuts {CUT_TEXT[plan.rules.zero_stage]}"
+    yield from state_lines(plan.num_params, plan.state_bytes, num_devices=plan.num_devices)
+    yield "memory of one device:"
+    yield from ledger_lines(plan.ledger)
+    yield verdict_text(plan.ledger)
+    if plan.compute_s is not None:
+        share = f"{EFFICIENCY[plan.remat]:.0%} of the published peak"
+        yield f"arithmetic: {seconds_text(plan.compute_s)} a step at {share}"
+        if plan.wires:
+            yield f"wires: {seconds_text(plan.wire_s)} a step, were none of it behind arithmetic"
+    yield from plan.notes

@@ -3,31 +3,55 @@
 from collections.abc import Callable
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 # Operations that only move or round numbers: cheaper to do again than to keep.
 MOVES = (
     "sharding_constraint",
     "convert_element_type",
     "reshape",
+    "squeeze",
     "transpose",
     "broadcast_in_dim",
     "gather",
 )
 
 
-def all_but_moves(prim: Primitive, *_: object, **__: object) -> bool:
+def all_but_moves(prim: Primitive, *_: object, **params: object) -> bool:
     """Return whether the result of an operation is kept: everything that takes arithmetic.
 
     Weights are only moved on their way to a product: gathered over fsdp, rounded, picked by
     expert. Kept, the gathered weights of all layers would be on every device at once.
     """
-    return prim.name not in MOVES
+    gathers_weights = prim.name == "all_gather" and params.get("axis_name") in ("fsdp", ("fsdp",))
+    return prim.name not in MOVES and not gathers_weights
+
+
+def matmul_outputs(prim: Primitive, *avals: object, **params: object) -> bool:
+    """Return whether the result of an operation is kept: products with weights are.
+
+    A linear layer brings its own backward pass, and its product is inside that call.
+    """
+    if prim.name == "custom_vjp_call":
+        return _multiplies(params["call_jaxpr"])
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)
+
+
+def _multiplies(program: object) -> bool:
+    """Return whether a jaxpr, or one inside it, has a matrix product without batch dims."""
+    inner = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    if not isinstance(inner, Jaxpr):
+        return False
+    return any(
+        (eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0])
+        or any(_multiplies(value) for value in eqn.params.values())
+        for eqn in inner.eqns
+    )
 
 
 POLICIES: dict[str, Callable[..., bool]] = {
     "none": all_but_moves,
-    "matmul_outputs": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "matmul_outputs": matmul_outputs,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

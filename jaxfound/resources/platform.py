@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 # Device files of accelerators: NVIDIA on Linux, NVIDIA under WSL, AMD, TPU.
 ACCELERATOR_FILES = ("nvidia[0-9]*", "dxg", "kfd", "accel[0-9]*", "vfio/[0-9]*")
@@ -44,14 +46,20 @@ def sees_accelerator(devices: Path = Path("/dev")) -> bool:
     return any(plugin.name not in CUDA_PLUGINS for plugin in entry_points(group="jax_plugins"))
 
 
-def use_virtual_cpus(num_devices: int) -> None:
+def use_virtual_cpus(num_devices: int, *, alone: bool = False) -> None:
     """Split the CPU into `num_devices` devices; call it before any backend starts.
 
     The backend's thread pool is made large enough as well (its size is read from `NPROC`): with
     as many threads as cores, devices that wait in one collective can take every thread from the
     device they wait for, and the program stops for good.
+
+    Args:
+        alone: whether they are used whatever else this machine has.
     """
     import jax
+
+    if alone:
+        jax.config.update("jax_platforms", "cpu")
 
     os.environ.setdefault("NPROC", str(THREADS_PER_VIRTUAL_DEVICE * num_devices))
     jax.config.update("jax_num_cpu_devices", num_devices)
@@ -74,4 +82,17 @@ def source_commit() -> str:
         commit = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
         return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
     except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver; empty where there is none to ask."""
+    try:
+        nvml: Any = import_module("pynvml")
+    except ModuleNotFoundError:
+        return ""
+    try:
+        nvml.nvmlInit()
+        return str(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:
         return ""

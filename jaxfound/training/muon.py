@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.config.train import OptimizerConfig
-from jaxfound.parallelism.axes import TABLE_RULES
+from jaxfound.parallelism.axes import TABLE_RULES, ShardingRules
 
 # What a logical dim is to the matrices of a parameter. `stack` counts them; `side` is their rows
 # or their columns; `channels` continue the heads before them, one side together; `ids` index a
@@ -71,13 +71,13 @@ class Matrices:
         n, r, c = (math.prod(self.spec.shape[i] for i in group) for group in self.groups)
         return n, r, c
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self, rules: ShardingRules) -> tuple[Place, ...]:
         """Return where [N R C] lies as stored, with whole rows, and as whole matrices.
 
         Over the axes that the mesh in force leaves to the partitioner. One axis after the other:
         a shard that changes two dims at one time would be gathered whole.
         """
-        asked = TABLE_RULES.param_axes(self.spec.dims)
+        asked = rules.slot_axes(self.spec.dims, self.spec.shape)
         sizes = free_axes()
 
         def cuts(group: tuple[int, ...]) -> tuple[str, ...]:
@@ -95,9 +95,19 @@ class Matrices:
 
 
 def muon(
-    cfg: OptimizerConfig, table: ParamTable, *, others: optax.GradientTransformation
+    cfg: OptimizerConfig,
+    table: ParamTable,
+    *,
+    others: optax.GradientTransformation,
+    rules: ShardingRules = TABLE_RULES,
 ) -> optax.GradientTransformation:
     """Return Muon without learning rate and decay; `others` moves what is no matrix.
+
+    Args:
+        cfg: its numbers.
+        table: the model's parameters.
+        others: the update rule of what is no matrix.
+        rules: where momenta lie on a mesh.
 
     Raises:
         ValueError: if a parameter has a dim that ROLES does not know, or more than two sides.
@@ -108,7 +118,8 @@ def muon(
         if spec.kind == "param" and (found := matrices_of(spec)) is not None
     }
     steps = optax.chain(
-        optax.trace(decay=cfg.muon_momentum, nesterov=True), orthogonalise(cfg, matrices)
+        optax.trace(decay=cfg.muon_momentum, nesterov=True),
+        orthogonalise(cfg, matrices, rules=rules),
     )
     labels = {
         spec.path: "muon" if spec.path in matrices else "adamw"
@@ -150,7 +161,7 @@ def matrices_of(spec: ParamSpec) -> Matrices | None:
 
 
 def orthogonalise(
-    cfg: OptimizerConfig, matrices: Mapping[str, Matrices]
+    cfg: OptimizerConfig, matrices: Mapping[str, Matrices], *, rules: ShardingRules = TABLE_RULES
 ) -> optax.GradientTransformation:
     """Return the stateless transformation of momenta into scaled orthogonal matrices."""
     dtype = jnp.dtype(cfg.muon_format)
@@ -158,7 +169,7 @@ def orthogonalise(
     def move(momentum: jax.Array, kind: Matrices) -> jax.Array:
         _, rows, cols = kind.shape
         stack = momentum.astype(dtype).reshape(kind.shape)
-        moved = on_whole_matrices(newton_schulz, stack, places=kind.places())
+        moved = on_whole_matrices(newton_schulz, stack, places=kind.places(rules))
         scale = SCALES[cfg.muon_scale](rows, cols)
         return scale * moved.reshape(momentum.shape).astype(momentum.dtype)
 

@@ -9,19 +9,28 @@ import optax
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.config.train import OptimizerConfig
+from jaxfound.parallelism.axes import TABLE_RULES, ShardingRules
+from jaxfound.parallelism.memory import Slots
 from jaxfound.training.muon import muon
 
 type Schedule = Callable[[jax.Array], jax.Array]
 
 
-def make_optimizer(cfg: OptimizerConfig, table: ParamTable) -> optax.GradientTransformation:
+def make_optimizer(
+    cfg: OptimizerConfig, table: ParamTable, *, rules: ShardingRules = TABLE_RULES
+) -> optax.GradientTransformation:
     """Return the update rule of `cfg.name` with decoupled decay, without its learning rate.
 
     The step multiplies by the rate of `TrainState.step`: a schedule that counted its own calls
     would drift from the step after a skipped update or a resume.
+
+    Args:
+        cfg: the rule's name and numbers.
+        table: the model's parameters.
+        rules: where moments lie on a mesh, for a rule that moves them while it works.
     """
     return optax.chain(
-        RULES[cfg.name](cfg, table),
+        RULES[cfg.name](cfg, table, rules),
         optax.add_decayed_weights(cfg.weight_decay, mask=decayed(table)),
     )
 
@@ -31,10 +40,30 @@ def adam(cfg: OptimizerConfig) -> optax.GradientTransformation:
     return optax.scale_by_adam(b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps)
 
 
-RULES: Mapping[str, Callable[[OptimizerConfig, ParamTable], optax.GradientTransformation]] = {
-    "adamw": lambda cfg, table: adam(cfg),
-    "muon": lambda cfg, table: muon(cfg, table, others=adam(cfg)),
+type Rule = Callable[[OptimizerConfig, ParamTable, ShardingRules], optax.GradientTransformation]
+RULES: Mapping[str, Rule] = {
+    "adamw": lambda cfg, table, rules: adam(cfg),
+    "muon": lambda cfg, table, rules: muon(cfg, table, others=adam(cfg), rules=rules),
 }
+
+
+def optimizer_slots(cfg: OptimizerConfig, table: ParamTable) -> Slots:
+    """Return what the update rule keeps, asked of the rule itself; nothing is allocated."""
+    params = {
+        spec.path: jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+        for spec in table
+        if spec.kind == "param"
+    }
+    state = jax.eval_shape(make_optimizer(cfg, table).init, params)
+    by_path: dict[str, int] = {}
+    counter_bytes = 0
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
+        path = getattr(keys[-1], "key", None)
+        if path in params:
+            by_path[path] = by_path.get(path, 0) + 1
+        else:
+            counter_bytes += leaf.size * leaf.dtype.itemsize
+    return Slots(by_path, counter_bytes)
 
 
 def decayed(table: ParamTable) -> dict[str, bool]:

@@ -26,12 +26,12 @@ from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.signals import GracefulStop
-from jaxfound.resources.topology import Device
+from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.loop import Parts, Stop, fit
-from jaxfound.training.optimizer import make_optimizer, make_schedule
+from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.state import TrainState, abstract_train_state, create_train_state
 from jaxfound.training.step import TrainStep, batch_sharding, make_train_step
 
@@ -94,7 +94,8 @@ def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
     table = describe(cfg.model)
     devices = jax.devices() if devices is None else devices
     check_precision(cfg.precision, table)
-    plan = make_plan(cfg, len(devices), params=table)
+    slots = optimizer_slots(cfg.optimizer, table)
+    plan = make_plan(cfg, Topology.of(devices), params=table, optimizer_slots=slots)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
@@ -113,7 +114,7 @@ def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
         plan=plan,
         mesh=build_mesh(plan, devices=devices),
         frame=Frame(cfg.model, execution=execution_of(plan, cfg.precision)),
-        tx=make_optimizer(cfg.optimizer, table),
+        tx=make_optimizer(cfg.optimizer, table, rules=plan.rules),
         prepared=prepare(cfg.data, seq_len=cfg.train.seq_len, tokenizer=tokenizer),
     )
 
@@ -183,15 +184,20 @@ def first_state(run: Run) -> TrainState:
     Raises:
         CheckpointError: if that run has no intact checkpoint, or holds another model.
     """
+    # Read before anything is compiled: what cannot be read is refused at once.
+    weights = starting_weights(run) if run.cfg.train.init_from else {}
     state = create_train_state(run.frame, run.tx, seed=run.cfg.seed, mesh=run.mesh)
-    if not run.cfg.train.init_from:
-        return state
+    return state._replace(**weights)
+
+
+def starting_weights(run: Run) -> dict:
+    """Return `params` and `buffers` of the run in train.init_from, on this run's mesh."""
     source = RunDirectory(Path(run.cfg.train.init_from)).checkpoints
     like = abstract_train_state(run.frame, run.tx, mesh=run.mesh)
     weights = {"params": like.params, "buffers": like.buffers}
     with CheckpointManager(source, keep=0) as checkpoints:
         found = checkpoints.restore_weights(None, like=weights)
-    return state._replace(**cast(dict, found.state))
+    return cast(dict, found.state)
 
 
 def make_parts(

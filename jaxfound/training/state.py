@@ -50,14 +50,18 @@ def create_train_state(
 
 
 def state_shardings(frame: Frame, tx: optax.GradientTransformation, *, mesh: Mesh) -> TrainState:
-    """Return the sharding of every array of the state; moments lie beside their parameter."""
+    """Return the sharding of every array of the state.
+
+    A moment lies where its gradient and its parameter come to meet it: from ZeRO stage 1 on cut
+    over fsdp, whatever the parameter is.
+    """
     whole = NamedSharding(mesh, PartitionSpec())
     arrays = frame.shardings(mesh)
     moments = optax.tree_utils.tree_map_params(
         tx,
         lambda moment, sharding: moment if is_masked(moment) else sharding,
         jax.eval_shape(tx.init, frame.shapes().params),
-        arrays.params,
+        frame.slot_shardings(mesh),
         transform_non_params=lambda _: whole,
         is_leaf=is_masked,
     )

@@ -69,12 +69,12 @@ def make_train_step(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             counts = token_counts(batch, num_depths=cfg.model.mtp_depth)
             grads, terms = gradients(state, batch, frame=frame, cfg=cfg, counts=counts)
-            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, shardings.params)
+            held, grads = beside_moments(state, grads, frame=frame)
             norm = optax.tree.norm(grads)
             rate = schedule(state.step)
             finite = jnp.isfinite(objective_of(terms, counts, cfg=cfg)) & jnp.isfinite(norm)
-            new = updated(state, grads, norm=norm, rate=rate, terms=terms, tx=tx, cfg=cfg)
-            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            new = updated(held, grads, norm=norm, rate=rate, terms=terms, tx=tx, cfg=cfg)
+            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, held)
             metrics = metrics_of(terms, counts, norm=norm, rate=rate, finite=finite)
             # The step always counts: the batch was seen, and the data must move on.
             return kept._replace(step=state.step + 1), metrics
@@ -89,7 +89,11 @@ def make_train_step(
 def gradients(
     state: TrainState, batch: Batch, *, frame: Frame, cfg: RunConfig, counts: TokenCounts
 ) -> tuple[Grads, Terms]:
-    """Return gradients and sums of the whole batch, summed over its micro-batches."""
+    """Return gradients and sums of the whole batch, summed over its micro-batches.
+
+    The sum over micro-batches lies where `ShardingRules.grad_spec` says: at ZeRO stages 2 and 3 the
+    gradients of each are reduced and scattered before they are added, at 0 and 1 added whole.
+    """
 
     def objective(params: Grads, piece: Batch) -> tuple[jax.Array, Terms]:
         terms = terms_of(frame.bind(params, state.buffers), piece, cfg=cfg)
@@ -108,10 +112,23 @@ def gradients(
         lambda s: jnp.zeros(s.shape, s.dtype),
         jax.eval_shape(one, jax.tree.map(lambda a: a[0], cut)),
     )
-    total, _ = jax.lax.scan(
-        lambda total, piece: (jax.tree.map(jnp.add, total, one(piece)), None), zeros, cut
-    )
-    return total
+
+    def add(total: tuple[Grads, Terms], piece: Batch) -> tuple[tuple[Grads, Terms], None]:
+        grads, terms = one(piece)
+        new = jax.tree.map(jnp.add, total, (frame.constrain_grads(grads), terms))
+        return (frame.constrain_grads(new[0]), new[1]), None
+
+    (grads, terms), _ = jax.lax.scan(add, zeros, cut)
+    # Pinned behind the loop as well: what comes next would else decide where the sum lies in it.
+    return frame.constrain_grads(grads), terms
+
+
+def beside_moments(state: TrainState, grads: Grads, *, frame: Frame) -> tuple[TrainState, Grads]:
+    """Return parameters and gradients where the moments lie, so that each device updates its part.
+
+    At ZeRO stages 1 and 2 that cuts the parameters, and the step's outputs gather them again.
+    """
+    return state._replace(params=frame.constrain_slots(state.params)), frame.constrain_slots(grads)
 
 
 def updated(
@@ -157,5 +174,8 @@ def metrics_of(
 
 
 def batch_sharding(frame: Frame, mesh: Mesh) -> NamedSharding:
-    """Return where the rows of a batch [B T] lie on the mesh."""
-    return NamedSharding(mesh, frame.execution.rules.activation_spec(("batch", "seq")))
+    """Return where the rows of a batch [B T] lie on the mesh: whole, cut over the batch axes.
+
+    The context axis cuts them inside the step, once what a token needs of its neighbours is found.
+    """
+    return NamedSharding(mesh, frame.execution.rules.activation_spec(("batch", None)))

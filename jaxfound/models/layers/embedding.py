@@ -23,7 +23,8 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the rows of tokens [B T] as [B T D]; ids outside the vocabulary give NaN."""
         run = self.execution
-        table = run.rules.gather(self.table[...].astype(run.dtype), "vocab", "embed")
+        table = self.table[...].astype(run.dtype)
+        table = run.rules.gather(table, "vocab", "embed", picked=True)
         # Past the table, because a negative index would count from its end.
         known = (tokens >= 0) & (tokens < self.vocab_size)
         rows_read = jnp.where(known, tokens, table.shape[0])

@@ -1,4 +1,4 @@
-"""Orbax, behind two calls: write arrays into a directory, read them back onto any mesh.
+"""Orbax, behind three calls: write arrays, read them back onto any mesh, read one in parts.
 
 The only file that imports orbax, and imported itself when a manager is made: Orbax sets up the
 root logger on import, where a program's own logging should have come first.
@@ -17,10 +17,14 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from jaxfound.resources.checkpoint.leaves import LeafPath
 
+# More than any array has: what is held ends with the `StoredArray`.
+CACHED_BYTES = 1 << 60
 # A nested dict of leaves, by the parts of their paths: the form of a standard Orbax checkpoint.
 Nested = dict[str, object]
 
@@ -50,6 +54,34 @@ class OrbaxStorage:
             else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
             for path, leaf in like.items()
         }
+
+    def open(self, directory: Path, path: LeafPath) -> "StoredArray":
+        """Return one array, to be read in parts; nothing is read yet."""
+        store = {
+            "driver": "zarr3",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": f"file://{directory.absolute()}/",
+                "path": ".".join(path) + "/",
+            },
+            "context": {"cache_pool": {"total_bytes_limit": CACHED_BYTES}},
+        }
+        return StoredArray(tensorstore.open(store, read=True).result())
+
+
+class StoredArray:
+    """An array of a checkpoint, read in parts.
+
+    A trainer's shard is one piece on disk and is read whole. It stays in memory, once, until this
+    object is gone: other parts of it cost no second reading, and the array is never there twice.
+    """
+
+    def __init__(self, store: "tensorstore.TensorStore") -> None:
+        self._store = store
+
+    def __getitem__(self, index: tuple[int | slice, ...]) -> np.ndarray:
+        """Return the part at `index`."""
+        return np.asarray(self._store[index or ...].read().result())
 
 
 @contextmanager

@@ -1,0 +1,203 @@
+"""Bytes that a layer keeps for its backward pass, by what it computes; nothing is traced.
+
+The counts are of the arrays that the residuals of `models.decoder.walk` hold, in elements a token:
+the tests trace the real layers and compare.
+"""
+
+from collections.abc import Callable, Mapping
+
+from jaxfound.config.model import ModelConfig
+from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout
+
+# Rows of one tile of an expert's tokens: each expert's are padded to a multiple of it.
+TILE_ROWS = 128
+# Bytes of the rows in which tokens are exchanged at one time, at most.
+PIECE_BYTES = 2 * 2**30
+# Documents in a row that attention keeps softmax statistics for: one for every 128 tokens, from 8
+# to 64.
+TOKENS_PER_SEGMENT, MIN_SEGMENTS, MAX_SEGMENTS = 128, 8, 64
+# Attention that writes scores out does so for all queries of a row up to this many scores, else
+# for some at a time, in multiples of the last.
+WHOLE_SCORES, CHUNK_SCORES, MIN_CHUNK_ROWS = 2**20, 2**19, 64
+# Fitted to XLA's buffers of steps compiled for an H200, one layer kind at a time: the share of what
+# a layer computes that lives at the peak of its backward pass, and the bytes of a score with its
+# weight and their gradients.
+WORKING_SHARE = 0.8
+BYTES_A_SCORE = 11
+
+
+def kept_bytes(layout: Layout) -> int:
+    """Return what the layers of one device keep of the micro-batches that are under way."""
+    model = layout.cfg.model
+    kept = KEPT[layout.remat]
+    dense = -(-dense_layers(model) // layout.degree("pipeline")) * kept(layout, False)
+    routed = -(-model.num_moe_layers // layout.degree("pipeline")) * kept(layout, True)
+    ahead = model.mtp_depth * kept(layout, model.ffn == "moe")
+    return (dense + routed) * under_way(layout) + ahead
+
+
+def under_way(layout: Layout) -> int:
+    """Return the micro-batches whose activations a pipeline stage holds at one time, at most.
+
+    A 1F1B schedule runs as many forward passes ahead as there are stages.
+    """
+    return min(layout.degree("pipeline"), layout.num_microbatches)
+
+
+def working_bytes(layout: Layout) -> int:
+    """Return what the backward pass of the widest layer holds besides what was kept for it.
+
+    With recomputation it is what the layer computes again, without it the gradients of that, which
+    come to as much; and the scores of attention's fallback, which a program for rows of any make
+    holds room for.
+    """
+    model = layout.cfg.model
+    kinds = [False] * (dense_layers(model) > 0) + [True] * (model.ffn == "moe")
+    widest = max(everything_bytes(layout, routed) for routed in kinds)
+    piece = tile_bytes(layout) if kinds[-1] and num_pieces(layout) > 1 else 0
+    return int(WORKING_SHARE * (widest + piece)) + score_bytes(layout)
+
+
+def dense_layers(model: ModelConfig) -> int:
+    """Return the layers with a dense feed-forward, further predictions' apart."""
+    return model.num_layers - model.num_moe_layers
+
+
+def stream_bytes(layout: Layout, routed: bool) -> int:
+    """Return the bytes of a layer's input: all that is kept when everything is recomputed."""
+    del routed
+    return layout.tokens * layout.cfg.model.embed_dim * layout.compute_bytes
+
+
+def products_bytes(layout: Layout, routed: bool) -> int:
+    """Return the bytes of a layer's input and of its products with weights.
+
+    The last product of the feed-forward is not among them: only the sum after it is used.
+    """
+    model, moe = layout.cfg.model, layout.cfg.model.moe
+    heads = layout.channels("heads", model.num_heads)
+    if model.mixer == "mla":
+        mla = model.mla
+        mixer = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
+        whole = layout.degree("context") * (mla.qk_nope_head_dim + mla.v_head_dim)
+        mixer += heads * (mla.qk_head_dim + whole)
+    else:
+        kv_heads = layout.channels("kv_heads", model.gqa.num_kv_heads)
+        mixer = (heads + 2 * kv_heads) * model.gqa.head_dim
+    hidden = moe.num_shared_experts * moe.expert_dim if routed else model.ffn_dim
+    width = 2 * model.embed_dim + mixer + 2 * layout.channels("ffn", hidden)
+    scores = moe.num_experts * FLOAT32_BYTES if routed else 0
+    return layout.tokens * (width * layout.compute_bytes + scores)
+
+
+def everything_bytes(layout: Layout, routed: bool) -> int:
+    """Return the bytes of all that a layer computes and does not only move.
+
+    Args:
+        layout: of one micro-batch.
+        routed: whether the layer has experts.
+    """
+    ffn = routed_bytes if routed else dense_bytes
+    mixer = MIXERS[layout.cfg.model.mixer](layout)
+    residual = layout.cfg.model.embed_dim * (4 * FLOAT32_BYTES + 2 * layout.compute_bytes)
+    return layout.tokens * (residual + mixer) + ffn(layout)
+
+
+def dense_bytes(layout: Layout) -> int:
+    """Return the bytes of a SwiGLU: gate, its sigmoid and product, up, and their products."""
+    width = layout.channels("ffn", layout.cfg.model.ffn_dim)
+    return 6 * width * layout.compute_bytes * layout.tokens
+
+
+def routed_bytes(layout: Layout) -> int:
+    """Return the bytes of a layer's experts and of the shared network beside them.
+
+    Tokens that are exchanged in pieces are not kept between them: each piece is computed again.
+    """
+    model = layout.cfg.model
+    moe, width = model.moe, layout.compute_bytes
+    hidden = 6 * layout.channels("ffn", moe.expert_dim) * width
+    scores = 2 * moe.num_experts * FLOAT32_BYTES
+    chosen = layout.tokens * moe.top_k * model.embed_dim * width
+    pieces = num_pieces(layout)
+    tiles = tile_bytes(layout) if pieces == 1 else 0
+    return tiles + chosen + layout.tokens * (moe.num_shared_experts * hidden + scores)
+
+
+def tile_bytes(layout: Layout) -> int:
+    """Return the bytes of the tiles of one piece: their rows, and what experts make of them.
+
+    Shapes are those of the worst case: all tokens of all devices along `expert` go to this one.
+    """
+    moe, width = layout.cfg.model.moe, layout.compute_bytes
+    most, here = most_choices(layout) // num_pieces(layout), experts_here(layout)
+    slots = (most + min(here, most) * (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
+    hidden = 6 * layout.channels("ffn", moe.expert_dim)
+    rows = slots + (2 * most if layout.degree("expert") > 1 else 0)
+    return width * (slots * hidden + rows * layout.cfg.model.embed_dim)
+
+
+def experts_here(layout: Layout) -> int:
+    """Return the experts of one device."""
+    return -(-layout.cfg.model.moe.num_experts // layout.degree("expert"))
+
+
+def most_choices(layout: Layout) -> int:
+    """Return the choices that one device's experts may have to serve in a micro-batch."""
+    top_k, degree = layout.cfg.model.moe.top_k, layout.degree("expert")
+    return degree * layout.tokens * min(top_k, experts_here(layout))
+
+
+def num_pieces(layout: Layout) -> int:
+    """Return in how many pieces tokens are exchanged, so that the rows of one have room."""
+    if layout.degree("expert") == 1:
+        return 1
+    row_bytes = layout.cfg.model.embed_dim * layout.compute_bytes
+    return -(-most_choices(layout) * row_bytes // PIECE_BYTES)
+
+
+def grouped_bytes(layout: Layout) -> int:
+    """Return the bytes a token of grouped-query attention: rotated in float32, the rest as is.
+
+    Keys and values are there for whole rows, whatever part of them the context axis leaves here.
+    """
+    gqa, heads = layout.cfg.model.gqa, layout.channels("heads", layout.cfg.model.num_heads)
+    pair = FLOAT32_BYTES + layout.compute_bytes
+    kv_heads = layout.channels("kv_heads", gqa.num_kv_heads) * layout.degree("context")
+    return (heads + kv_heads) * gqa.head_dim * pair + statistics_bytes(layout, heads)
+
+
+def latent_bytes(layout: Layout) -> int:
+    """Return the bytes a token of latent attention in its expanded form."""
+    model = layout.cfg.model
+    mla, heads = model.mla, layout.channels("heads", model.num_heads)
+    # Query and output of this device's tokens, key and value of whole rows.
+    rows = 1 + layout.degree("context")
+    expanded = heads * rows * (mla.qk_head_dim + mla.v_head_dim) * layout.compute_bytes
+    normed = (mla.q_lora_rank + mla.kv_lora_rank) * (2 * FLOAT32_BYTES + layout.compute_bytes)
+    return expanded + normed + statistics_bytes(layout, heads)
+
+
+def statistics_bytes(layout: Layout, heads: int) -> int:
+    """Return the bytes a token of the softmax statistics: one for each head and document slot."""
+    fitting = layout.cfg.train.seq_len // TOKENS_PER_SEGMENT
+    return heads * min(max(fitting, MIN_SEGMENTS), MAX_SEGMENTS) * FLOAT32_BYTES
+
+
+def score_bytes(layout: Layout) -> int:
+    """Return the bytes of the scores that exist at one time where attention writes them out."""
+    length = layout.cfg.train.seq_len
+    queries = layout.row_tokens
+    if queries * length > WHOLE_SCORES:
+        queries = max(CHUNK_SCORES // length // MIN_CHUNK_ROWS, 1) * MIN_CHUNK_ROWS
+    heads = layout.channels("heads", layout.cfg.model.num_heads)
+    return layout.rows * heads * queries * length * BYTES_A_SCORE
+
+
+MIXERS: Mapping[str, Callable[[Layout], int]] = {"gqa": grouped_bytes, "mla": latent_bytes}
+# What a layer keeps under each policy of parallelism/remat.py.
+KEPT: Mapping[str, Callable[[Layout, bool], int]] = {
+    "none": everything_bytes,
+    "matmul_outputs": products_bytes,
+    "full": stream_bytes,
+}

@@ -1,0 +1,108 @@
+"""One way to run a config: what the bytes and the seconds of a plan are counted from."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.config.run import RunConfig
+from jaxfound.parallelism.axes import ACTIVATION_AXES, BATCH_AXES, Axes, Dims, ShardingRules
+
+FLOAT32_BYTES = 4
+FORMAT_BYTES = {"float32": 4, "bfloat16": 2}
+# Where a parameter is kept, or lies while it is used: a method of the rules.
+type Place = Callable[[Dims, tuple[int, ...]], Axes]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A config, its parameters and the axes that cut them.
+
+    Attributes:
+        cfg: what was asked.
+        params: the model's parameters.
+        rules: which axes cut which dims, with the degrees and the ZeRO stage.
+        remat: recomputation policy.
+        num_microbatches: pieces of the global batch.
+    """
+
+    cfg: RunConfig
+    params: ParamTable
+    rules: ShardingRules
+    remat: str
+    num_microbatches: int
+
+    def degree(self, axis: AxisName) -> int:
+        """Return the devices along `axis`."""
+        return self.rules.degree(axis)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the layout."""
+        return math.prod(self.degree(axis) for axis in AXES)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one device in one micro-batch."""
+        pieces = self.num_microbatches * math.prod(self.degree(a) for a in BATCH_AXES)
+        return max(self.cfg.train.batch_size // pieces, 1)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row that one device holds."""
+        return -(-self.cfg.train.seq_len // self.degree("context"))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one device in one micro-batch."""
+        return self.rows * self.row_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a row whose logits exist at one time."""
+        return min(self.cfg.train.loss_chunk or self.row_tokens, self.row_tokens)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an activation's element."""
+        return FORMAT_BYTES[self.cfg.precision.compute]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that one device runs for a micro-batch, further predictions' included."""
+        model = self.cfg.model
+        return -(-model.num_layers // self.degree("pipeline")) + model.mtp_depth
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass runs a layer's forward pass again."""
+        return self.remat != "none"
+
+    def elements(self, spec: ParamSpec, place: Place) -> int:
+        """Return the elements of a parameter, its gradient or a moment on one device."""
+        cuts = (self.rules.pieces(axes) for axes in place(spec.dims, spec.shape))
+        return math.prod(-(-n // cut) for n, cut in zip(spec.shape, cuts, strict=True))
+
+    def used_elements(self, spec: ParamSpec) -> int:
+        """Return the elements on one device while the parameter is used: whole over fsdp."""
+        return self.elements(spec, lambda dims, _: self.rules.used_axes(dims))
+
+    def trained(self) -> Iterator[ParamSpec]:
+        """Yield the parameters that the optimizer moves."""
+        return (spec for spec in self.params if spec.kind == "param")
+
+    def channels(self, dim: str, size: int) -> int:
+        """Return how many of the `size` channels of an activation's dim one device computes."""
+        split = dim not in self.rules.unsplit and "tensor" in ACTIVATION_AXES.get(dim, ())
+        return -(-size // self.degree("tensor")) if split else size
+
+
+def in_layer(spec: ParamSpec) -> bool:
+    """Return whether a parameter is of a decoder layer, further predictions' included."""
+    return ".mixer" in spec.path or ".ffn" in spec.path
+
+
+def stack_size(spec: ParamSpec) -> int:
+    """Return the layers that are stacked in one array."""
+    return spec.shape[spec.dims.index("layers")] if "layers" in spec.dims else 1

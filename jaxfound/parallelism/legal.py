@@ -1,0 +1,206 @@
+"""Which layouts are legal: every rule that can be checked from a config and a parameter table."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.config.run import RunConfig, divisors
+from jaxfound.parallelism import zero
+from jaxfound.parallelism.axes import BATCH_AXES, ShardingRules
+from jaxfound.parallelism.context import CHUNKS_EACH
+from jaxfound.parallelism.layout import Layout
+
+# Axes whose collectives this version writes; the others are refused above degree 1 by whoever
+# wants to run, and can be read about.
+SPLITTABLE: tuple[AxisName, ...] = ("data", "fsdp", "expert", "context", "tensor")
+Purpose = Literal["run", "read"]
+
+
+class PlanError(ValueError):
+    """A layout that cannot run: names the numbers, the rule and the nearest layouts that can."""
+
+
+def resolve_degrees(
+    cfg: RunConfig, num_devices: int, *, purpose: Purpose = "run"
+) -> dict[AxisName, int]:
+    """Return the degree of every axis; `data: auto` takes the devices the others leave.
+
+    Args:
+        cfg: what was asked.
+        num_devices: devices of the job.
+        purpose: `read` lets an axis pass that this version cannot run.
+    Raises:
+        PlanError: if the degrees do not multiply to the devices.
+    """
+    asked = cfg.parallel
+    fixed: dict[AxisName, int] = {a: getattr(asked, a) for a in AXES if a != "data"}
+    if purpose == "run":
+        check_can_run(fixed)
+    others = math.prod(fixed.values())
+    product = " x ".join(f"{a}={n}" for a, n in fixed.items() if n > 1) or "1"
+    if asked.data == "auto" and num_devices % others:
+        raise PlanError(
+            f"{product} = {others} does not divide {num_devices} devices "
+            f"({num_devices} % {others} = {num_devices % others}). "
+            f"Choose degrees whose product is in {divisors(num_devices)}"
+        )
+    data = num_devices // others if asked.data == "auto" else asked.data
+    if data * others != num_devices:
+        raise PlanError(
+            f"data={data} x {product} = {data * others}, but there are {num_devices} devices. "
+            f"Set parallel.data={max(num_devices // others, 1)}, or parallel.data=auto"
+        )
+    return {a: data if a == "data" else fixed[a] for a in AXES}
+
+
+def check_can_run(degrees: Mapping[AxisName, int]) -> None:
+    """Refuse the axes that this version plans and cannot run."""
+    for axis, degree in degrees.items():
+        if degree > 1 and axis not in SPLITTABLE:
+            raise PlanError(
+                f"parallel.{axis}={degree}: this version splits over {', '.join(SPLITTABLE)} only. "
+                f"Set parallel.{axis}=1"
+            )
+
+
+def choose_rules(
+    cfg: RunConfig, degrees: Mapping[AxisName, int]
+) -> tuple[ShardingRules, list[str]]:
+    """Return the rules for this model and the notes that explain departures from the table."""
+    tensor, kv_heads = degrees["tensor"], cfg.model.gqa.num_kv_heads
+    rules = ShardingRules(
+        zero_stage=cfg.parallel.zero_stage, degrees=tuple(degrees[a] for a in AXES)
+    )
+    if cfg.model.mixer == "gqa" and kv_heads % tensor:
+        note = (
+            f"num_kv_heads={kv_heads} does not divide over tensor={tensor}: every tensor-parallel "
+            "device holds and computes all keys and values"
+        )
+        return replace(rules, unsplit=("kv_heads",)), [note]
+    return rules, []
+
+
+def layout_of(
+    cfg: RunConfig, degrees: Mapping[AxisName, int], params: ParamTable
+) -> tuple[Layout, list[str]]:
+    """Return the layout of `cfg` at these degrees and what a reader should know of it.
+
+    Raises:
+        PlanError: if the rows or a dimension do not divide.
+    """
+    rules, notes = choose_rules(cfg, degrees)
+    check_rows(cfg, degrees)
+    check_cuts(cfg, degrees, params, rules=rules)
+    layout = Layout(
+        cfg=cfg,
+        params=params,
+        rules=rules,
+        remat=cfg.parallel.remat,
+        num_microbatches=cfg.parallel.num_microbatches,
+    )
+    return layout, [*notes, *zero.notes(params, rules)]
+
+
+def check_cuts(
+    cfg: RunConfig,
+    degrees: Mapping[AxisName, int],
+    params: ParamTable,
+    *,
+    rules: ShardingRules,
+) -> None:
+    """Refuse degrees that cannot cut this model or its rows, however the batch is cut.
+
+    Raises:
+        PlanError: with the sizes and the degree.
+    """
+    check_experts(cfg, degrees)
+    check_context(cfg, degrees)
+    check_dims(params, degrees, rules=rules)
+
+
+def check_experts(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
+    """Refuse to split the experts of a model that has none."""
+    expert = degrees["expert"]
+    if expert > 1 and cfg.model.ffn != "moe":
+        raise PlanError(
+            f"parallel.expert={expert}: this model has no experts to split "
+            f"(model.ffn={cfg.model.ffn}). Set parallel.expert=1 and give its devices to data "
+            "or fsdp"
+        )
+
+
+def check_rows(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
+    """Refuse a micro-batch whose rows do not split evenly over the batch axes."""
+    split = math.prod(degrees[a] for a in BATCH_AXES)
+    rows = cfg.train.batch_size // cfg.parallel.num_microbatches
+    if rows % split == 0:
+        return
+    axes = " x ".join(f"{a}={degrees[a]}" for a in BATCH_AXES if degrees[a] > 1)
+    pieces = cfg.parallel.num_microbatches
+    lower = max(rows // split, 1) * split * pieces
+    upper = -(-rows // split) * split * pieces
+    raise PlanError(
+        f"a micro-batch of {rows} rows (train.batch_size={cfg.train.batch_size} / "
+        f"num_microbatches={pieces}) cannot be split over {axes} = {split} devices: "
+        f"{rows} % {split} = {rows % split}. Nearest batch_size: {sorted({lower, upper})}"
+    )
+
+
+def check_context(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
+    """Refuse rows that the context axis cannot cut into its chunks."""
+    num_chunks, length = CHUNKS_EACH * degrees["context"], cfg.train.seq_len
+    if degrees["context"] == 1 or length % num_chunks == 0:
+        return
+    nearest = sorted(
+        {max(length // num_chunks, 1) * num_chunks, -(-length // num_chunks) * num_chunks}
+    )
+    raise PlanError(
+        f"parallel.context={degrees['context']} cuts a row into {num_chunks} chunks, two a device, "
+        f"and train.seq_len={length} is no multiple of that ({length} % {num_chunks} = "
+        f"{length % num_chunks}). Nearest seq_len: {nearest}"
+    )
+
+
+def check_dims(
+    params: ParamTable, degrees: Mapping[AxisName, int], *, rules: ShardingRules
+) -> None:
+    """Refuse degrees that do not divide a dimension they split; all faults in one message."""
+    faults: dict[tuple[str, int, AxisName], list[str]] = {}
+    for spec in params:
+        for dim, size, axis in splits(spec, rules=rules):
+            if size % degrees[axis]:
+                faults.setdefault((dim, size, axis), []).append(spec.path)
+    if faults:
+        raise PlanError("; ".join(_fault_text(k, v, degrees) for k, v in faults.items()))
+
+
+def splits(spec: ParamSpec, *, rules: ShardingRules) -> Iterator[tuple[str, int, AxisName]]:
+    """Yield every dim of a parameter that is split, its size, and the axis that splits it."""
+    cuts = rules.param_axes(spec.dims, spec.shape)
+    for dim, size, axes in zip(spec.dims, spec.shape, cuts, strict=True):
+        for axis in axes:
+            yield dim or "", size, axis
+
+
+def nearest_divisors(n: int, degree: int) -> list[int]:
+    """Return the divisors of `n` next to `degree`, below and above it."""
+    legal = divisors(n)
+    below = [d for d in legal if d <= degree][-1:]
+    above = [d for d in legal if d >= degree][:1]
+    return sorted({*below, *above})
+
+
+def _fault_text(
+    fault: tuple[str, int, AxisName], paths: list[str], degrees: Mapping[AxisName, int]
+) -> str:
+    dim, size, axis = fault
+    where = paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    way_out = f", or a model.vocab_multiple that {axis} divides" if dim == "vocab" else ""
+    return (
+        f"{axis}={degrees[axis]} does not divide {dim}={size} of {where} "
+        f"({size} % {degrees[axis]} = {size % degrees[axis]}). "
+        f"Nearest {axis}: {nearest_divisors(size, degrees[axis])}{way_out}"
+    )

@@ -1,0 +1,226 @@
+"""The memory ledger: bytes of one device by kind, each with its formula.
+
+State is exact, because the rules that place it are asked: parameters, gradients and the optimizer's
+arrays are float32, and a compiled step's arguments are `Ledger.argument_bytes`. Activations and
+buffers are estimates.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from jaxfound.config.params import ParamTable
+from jaxfound.parallelism.activations import kept_bytes, working_bytes
+from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, Place, in_layer, stack_size
+
+Kind = Literal[
+    "parameters", "gradients", "optimizer", "inputs", "activations", "logits", "buffers", "margin"
+]
+# Of the memory, left free for fragments and for what the driver and the collectives allocate: the
+# share that XLA's own scheduler leaves (its xla_gpu_memory_limit_slop_factor is 95).
+MARGIN = 0.05
+# tokens, targets, positions and segment ids are int32, the loss mask is one byte.
+BATCH_BYTES_A_TOKEN = 17
+# The step is int32, the random state two uint32.
+COUNTER_BYTES = 12
+# By how many times a gradient is there at the peak.
+GRADIENTS = ("made after the peak", "float32", "of one micro-batch and the sum of all, float32")
+# Logits of a chunk in the backward pass: themselves and their gradient, float32.
+LOGIT_COPIES = 2
+
+
+class Slots(NamedTuple):
+    """What an update rule keeps: float32 arrays the shape of a parameter, and counters.
+
+    Attributes:
+        by_path: how many of a parameter's arrays, by its path; a path that is missing has none.
+        counter_bytes: the rest, which every device holds.
+    """
+
+    by_path: Mapping[str, int]
+    counter_bytes: int
+
+
+def adam_slots(params: ParamTable) -> Slots:
+    """Return what AdamW keeps: two moments of every parameter and one count."""
+    return Slots({s.path: 2 for s in params if s.kind == "param"}, 4)
+
+
+def whole_state_bytes(params: ParamTable, slots: Slots) -> int:
+    """Return the bytes of parameters, gradients and optimizer state, each held once by all."""
+    moments = sum(slots.by_path.get(s.path, 0) * s.size for s in params if s.kind == "param")
+    return FLOAT32_BYTES * (2 * params.size + moments)
+
+
+class Entry(NamedTuple):
+    """One line of the ledger.
+
+    Attributes:
+        kind: what the bytes are for.
+        num_bytes: of one device.
+        how: what is counted.
+    """
+
+    kind: Kind
+    num_bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes of one device.
+
+    Attributes:
+        entries: one of each kind.
+        capacity_bytes: memory of the device; 0 = not known.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    capacity_bytes: int = 0
+
+    def of(self, kind: Kind) -> int:
+        """Return the bytes of one kind, 0 when it is not in the ledger."""
+        return sum(e.num_bytes for e in self.entries if e.kind == kind)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all kinds."""
+        return sum(e.num_bytes for e in self.entries)
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of the arguments of a compiled step: state and batch."""
+        return sum(self.of(kind) for kind in ("parameters", "optimizer", "inputs"))
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that are left; negative when the plan does not fit."""
+        return self.capacity_bytes - self.total_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the plan fits; None where the memory is not known."""
+        return self.spare_bytes >= 0 if self.capacity_bytes else None
+
+
+def ledger_of(layout: Layout, *, slots: Slots, capacity_bytes: int) -> Ledger:
+    """Return the ledger of a layout at the point of the step that needs the most.
+
+    That is the backward pass of a layer, or the loss where the vocabulary outweighs the layers;
+    what the other holds is freed before or made after.
+
+    Args:
+        layout: what runs.
+        slots: what the update rule keeps.
+        capacity_bytes: memory of one device; 0 = not known, which leaves out the margin.
+    """
+    state = state_of(layout, slots=slots)
+    return state.with_activations(layout, capacity_bytes=capacity_bytes)
+
+
+@dataclass(frozen=True)
+class State:
+    """What does not depend on rows: bytes of one device.
+
+    Attributes:
+        parameters: float32.
+        gradients: of one micro-batch, or of the sum of all.
+        optimizer: what the update rule keeps.
+        biases: routers' biases.
+        layer_buffers: weights of the widest layer in use, and its gradients before they are cut.
+        end_buffers: the same of the embedding or the head, the larger; they wait through the
+            layers.
+        rule: name of the update rule.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    biases: int
+    layer_buffers: int
+    end_buffers: int
+    rule: str
+
+    def with_activations(self, layout: Layout, *, capacity_bytes: int) -> Ledger:
+        """Return the ledger of a layout that has this state."""
+        several = layout.num_microbatches > 1
+        kept, working, logits = kept_bytes(layout), working_bytes(layout), logit_bytes(layout)
+        buffers = self.layer_buffers + self.end_buffers
+        backward = working + buffers + self.gradients
+        at_loss = logits + self.end_buffers
+        held = f"{layout.rows} x {layout.row_tokens:,} tokens, remat={layout.remat}"
+        if at_loss > backward:
+            peak = (several * self.gradients, kept, logits, self.end_buffers)
+        else:
+            peak = ((1 + several) * self.gradients, kept + working, 0, buffers)
+        chunk = f"{layout.chunk_tokens:,} tokens of a row at a time"
+        freed = "" if peak[2] else f"; {logits:,} B, freed before the peak"
+        entries = (
+            Entry("parameters", self.parameters, "float32"),
+            Entry("gradients", peak[0], GRADIENTS[peak[0] // max(self.gradients, 1)]),
+            Entry("optimizer", self.optimizer, f"{self.rule}, float32"),
+            Entry("inputs", self.biases + batch_bytes(layout), "batch, counters, routers' biases"),
+            Entry("activations", peak[1], held),
+            Entry("logits", peak[2], f"{chunk}{freed}"),
+            Entry("buffers", peak[3], "weights in use, gradients before they are cut"),
+            Entry("margin", int(MARGIN * capacity_bytes), f"{MARGIN:.0%} of the memory left free"),
+        )
+        return Ledger(entries, capacity_bytes)
+
+
+def state_of(layout: Layout, *, slots: Slots) -> State:
+    """Return the bytes of a layout that rows do not change, asked of its rules."""
+    rules = layout.rules
+    optimizer = slots.counter_bytes + sum(
+        FLOAT32_BYTES * slots.by_path.get(s.path, 0) * layout.elements(s, rules.slot_axes)
+        for s in layout.trained()
+    )
+    layer, ends = buffer_bytes(layout)
+    return State(
+        parameters=_float32_bytes(layout, rules.param_axes),
+        gradients=_float32_bytes(layout, rules.grad_axes),
+        optimizer=optimizer,
+        biases=sum(s.size * FLOAT32_BYTES for s in layout.params if s.kind == "buffer"),
+        layer_buffers=layer,
+        end_buffers=ends,
+        rule=layout.cfg.optimizer.name,
+    )
+
+
+def _float32_bytes(layout: Layout, place: Place) -> int:
+    return sum(FLOAT32_BYTES * layout.elements(s, place) for s in layout.trained())
+
+
+def batch_bytes(layout: Layout) -> int:
+    """Return the bytes of a step's batch and counters on one device.
+
+    Rows arrive whole; the step itself arranges them for the context axis.
+    """
+    rows = layout.rows * layout.num_microbatches
+    return rows * layout.cfg.train.seq_len * BATCH_BYTES_A_TOKEN + COUNTER_BYTES
+
+
+def logit_bytes(layout: Layout) -> int:
+    """Return the bytes of the logits that exist at one time."""
+    vocab = layout.channels("vocab", layout.cfg.model.padded_vocab_size)
+    return layout.rows * layout.chunk_tokens * vocab * FLOAT32_BYTES * LOGIT_COPIES
+
+
+def buffer_bytes(layout: Layout) -> tuple[int, int]:
+    """Return the bytes of weights in the format of compute and of gradients before they are cut.
+
+    Of the widest layer, whole over fsdp; and of the embedding or the head, which are never in use
+    at one time.
+    """
+    a_layer: dict[str, int] = {}
+    end = 0
+    for spec in layout.trained():
+        used = layout.used_elements(spec)
+        if in_layer(spec):
+            stack = spec.path.partition(".mixer")[0].partition(".ffn")[0]
+            layers = -(-stack_size(spec) // layout.degree("pipeline"))
+            a_layer[stack] = a_layer.get(stack, 0) + used // layers
+        else:
+            end = max(end, used)
+    both = layout.compute_bytes + FLOAT32_BYTES
+    return both * max(a_layer.values(), default=0), both * end

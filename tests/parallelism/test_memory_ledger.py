@@ -1,0 +1,188 @@
+"""The ledger: state to the byte by hand, the peak's two places, verdicts and ways out."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxfound.config import PRESETS, ModelConfig, parse
+from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.models import describe
+from jaxfound.parallelism import make_plan
+from jaxfound.parallelism.memory import Slots, adam_slots
+from jaxfound.resources.topology import Topology
+from jaxfound.training.optimizer import optimizer_slots
+from tests.models.tiny import model_config, run_config
+
+H200 = Topology.parse("8:h200")
+# Two matrices and a norm of two layers, an embedding, and a router's bias that no optimizer moves.
+TABLE = ParamTable(
+    (
+        ParamSpec("embedding.table", (64, 32), "float32", ("vocab", "embed")),
+        ParamSpec("layers.ffn.up.kernel", (2, 32, 48), "float32", ("layers", "embed", "ffn")),
+        ParamSpec("layers.ffn.router.bias", (2, 8), "float32", ("layers", None), "buffer"),
+        ParamSpec("layers.mixer.out.kernel", (2, 4, 8, 32), "float32",
+                  ("layers", "heads", "head_dim", "embed")),
+        ParamSpec("layers.mixer_norm.scale", (2, 32), "float32", ("layers", None)),
+    )
+)  # fmt: skip
+EMBEDDING, UP, OUT, NORM, BIAS = 64 * 32, 2 * 32 * 48, 2 * 4 * 8 * 32, 2 * 32, 2 * 8
+
+
+def plan(topology=H200, *, slots=None, rows=16, train=None, vocab_size=61, **parallel):
+    model = model_config("gqa", vocab_size=vocab_size)
+    cfg = run_config(model, rows=rows, parallel=parallel, train=train or {})
+    return make_plan(cfg, topology, params=TABLE, optimizer_slots=slots)
+
+
+# Layout: elements on one device of parameters, of gradients, of one moment.
+WHOLE = EMBEDDING + UP + OUT + NORM
+STATE = [
+    ({"data": 8}, (WHOLE, WHOLE, WHOLE)),
+    ({"fsdp": 8, "zero_stage": 3}, (WHOLE // 8 + NORM * 7 // 8,) * 3),
+    ({"fsdp": 8, "zero_stage": 2}, (WHOLE, *((WHOLE // 8 + NORM * 7 // 8,) * 2))),
+    ({"fsdp": 8, "zero_stage": 1}, (WHOLE, WHOLE, WHOLE // 8 + NORM * 7 // 8)),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, ((WHOLE - NORM) // 4 + NORM,) * 3),
+    ({"data": 4, "tensor": 2}, ((WHOLE - NORM) // 2 + NORM,) * 3),
+]
+
+
+@pytest.mark.parametrize(("parallel", "elements"), STATE)
+def test_state_is_what_the_cuts_leave_on_one_device(parallel, elements):
+    ledger = plan(**parallel).ledger
+    parameters, gradients, moment = elements
+    assert ledger.of("parameters") == 4 * parameters
+    assert ledger.of("gradients") == 4 * gradients
+    # Two moments, and the count of updates.
+    assert ledger.of("optimizer") == 4 * 2 * moment + 4
+
+
+def test_micro_batches_hold_their_own_gradients_beside_the_sum():
+    one, two = plan(data=8), plan(data=8, num_microbatches=2)
+    assert two.ledger.of("gradients") == 2 * one.ledger.of("gradients")
+
+
+def test_arguments_are_state_and_batch():
+    found = plan(data=2, fsdp=2, tensor=2).ledger
+    # 4 of 16 rows of 16 tokens: four int32 and a mask; the step, the random state, the biases.
+    batch = 4 * 16 * (4 * 4 + 1) + 4 + 8 + 4 * BIAS
+    assert found.of("inputs") == batch
+    assert found.argument_bytes == found.of("parameters") + found.of("optimizer") + batch
+
+
+def test_rows_arrive_whole_on_every_device_of_the_context_axis():
+    cut, whole = plan(data=4, context=2).ledger, plan(data=4, tensor=2).ledger
+    assert cut.of("inputs") == whole.of("inputs")
+
+
+def test_what_an_update_rule_keeps_is_asked_of_the_rule():
+    cfg = run_config(model_config("mla_moe_mtp"), optimizer={"name": "muon"})
+    table = describe(cfg.model)
+    slots = optimizer_slots(cfg.optimizer, table)
+    matrices = {s.path for s in table if s.is_matrix and "vocab" not in s.dims}
+    assert {p for p, n in slots.by_path.items() if n == 1} == matrices
+    assert {p for p, n in slots.by_path.items() if n == 2} == {
+        s.path for s in table if s.kind == "param"
+    } - matrices
+    adam = optimizer_slots(run_config(cfg.model).optimizer, table)
+    assert adam == adam_slots(table)
+
+
+def test_slots_that_are_given_are_what_is_counted():
+    none = plan(data=8, slots=Slots({}, 0)).ledger
+    assert none.of("optimizer") == 0
+    assert none.argument_bytes == none.of("parameters") + none.of("inputs")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "each"),
+    [("llama3-8b", {"fsdp": 8}, 16), ("50b", {"fsdp": 8}, 16)],
+)
+def test_a_presets_state_is_sixteen_bytes_a_parameter(name, mesh, each):
+    model = ModelConfig.model_validate_json(json.dumps(PRESETS[name]))
+    cfg = parse({"preset": name, "parallel": mesh,
+                 "train": {"steps": 1, "batch_size": 256, "seq_len": 128}})  # fmt: skip
+    table = describe(model)
+    found = make_plan(cfg, next(iter(mesh.values())), params=table)
+    assert found.state_bytes == each * table.size
+    kinds = [found.ledger.of(k) for k in ("parameters", "gradients", "optimizer")]
+    # Norms are whole on every device, which is little.
+    assert sum(kinds) == pytest.approx(found.state_bytes / found.num_devices, rel=1e-3)
+
+
+def test_a_wide_vocabulary_peaks_at_the_loss_and_a_narrow_one_in_a_layer():
+    # 128 rows of 16 tokens on a device, all logits at one time: themselves and their gradient.
+    train = {"loss_chunk": 0}
+    wide = plan(data=8, rows=1024, train=train, vocab_size=4096).ledger
+    assert wide.of("logits") == 128 * 16 * 4096 * 4 * 2
+    assert wide.of("gradients") == 0
+    narrow = plan(data=8, rows=1024, train=train).ledger
+    assert narrow.of("logits") == 0
+    assert narrow.of("gradients") == 4 * WHOLE
+    (entry,) = [e for e in narrow.entries if e.kind == "logits"]
+    assert f"{128 * 16 * 64 * 4 * 2:,} B, freed before the peak" in entry.how
+
+
+@pytest.mark.parametrize("policy", ["none", "matmul_outputs", "full"])
+def test_more_micro_batches_hold_fewer_activations(policy):
+    few, many = (plan(data=8, rows=64, num_microbatches=n, remat=policy) for n in (1, 4))
+    assert many.ledger.of("activations") < few.ledger.of("activations")
+
+
+def test_recomputing_more_keeps_less():
+    kept = [plan(data=8, remat=p).ledger.of("activations")
+            for p in ("none", "matmul_outputs", "full")]  # fmt: skip
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 3
+
+
+def small(memory_bytes):
+    return replace(H200, memory_bytes=memory_bytes)
+
+
+def test_a_plan_fits_where_its_total_and_the_margin_do():
+    need = plan(Topology(1, 8, "any", 0), data=8).ledger.total_bytes
+    assert plan(Topology(1, 8, "any", 0), data=8).ledger.fits is None
+    enough = int(need / 0.95) + 2
+    assert plan(small(enough), data=8).ledger.fits is True
+    assert plan(small(enough - 100), data=8).ledger.fits is False
+    assert "verdict: fits" in plan(small(enough), data=8).explain()
+
+
+def test_auto_recomputes_no_more_than_it_must():
+    total = {p: plan(Topology(1, 8, "any", 0), data=8, remat=p).ledger.total_bytes
+             for p in ("none", "matmul_outputs", "full")}  # fmt: skip
+    for policy, need in total.items():
+        assert plan(small(int(need / 0.95) + 2), data=8, remat="auto").remat == policy
+    assert plan(small(1), data=8, remat="auto").remat == "full"
+    assert plan(Topology(1, 8, "any", 0), data=8, remat="auto").remat == "none"
+
+
+def way_out(memory_bytes, **parallel):
+    found = plan(small(memory_bytes), **parallel)
+    assert found.ledger.fits is False
+    assert "verdict: does not fit" in found.explain()
+    return next(note for note in found.notes if note.startswith("way out"))
+
+
+def test_a_plan_that_does_not_fit_names_each_key_that_would_make_it_fit():
+    need = plan(Topology(1, 8, "any", 0), data=8, rows=64).ledger.total_bytes
+    text = way_out(int(need * 0.99), data=8, rows=64)
+    assert "parallel.remat=full" in text
+    assert "parallel.fsdp=8 parallel.data=1" in text
+    assert "; or " in text
+
+
+def test_keys_that_fit_only_together_are_named_together():
+    sharded = plan(Topology(1, 8, "any", 0), fsdp=8, remat="full", rows=64, num_microbatches=8)
+    text = way_out(int(sharded.ledger.total_bytes / 0.95) + 2, data=8, rows=64)
+    assert "; or " not in text
+    assert "parallel.fsdp=8" in text
+    assert "parallel.remat=full" in text
+    assert "parallel.num_microbatches=8" in text
+
+
+def test_a_model_that_fits_nowhere_asks_for_devices():
+    text = way_out(1000, data=8)
+    assert "more devices, or a smaller model" in text
+    assert "even with" in text
