@@ -16,9 +16,12 @@ from jaxfound.cli.convert import convert_command
 from jaxfound.cli.data import data_app
 from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
+from jaxfound.cli.launcher_flags import native_args
 from jaxfound.cli.model import model_command
+from jaxfound.cli.plan import plan_command
 from jaxfound.cli.report import report_command
 from jaxfound.cli.train import train_command
+from jaxfound.cli.verify import verify_command, verify_stack_command
 
 app = typer.Typer(
     name="jaxfound",
@@ -32,6 +35,9 @@ app.command("generate")(generate_command)
 app.command("convert")(convert_command)
 app.command("evaluate")(evaluate_command)
 app.command("report")(report_command)
+app.command("plan")(plan_command)
+app.command("verify")(verify_command)
+app.command("verify-stack")(verify_stack_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
 app.add_typer(data_app, name="data")
@@ -45,7 +51,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
     default_to_cpu()
     configure_logging("WARNING")
+    args = list(sys.argv[1:] if args is None else args)
     try:
+        if args[:1] == ["train"]:
+            args[1:] = native_args(args[1:])
         app(args)
     except refusals() as error:
         typer.echo(f"error: {error}", err=True)
@@ -62,7 +71,7 @@ def refusals() -> tuple[type[Exception], ...]:
     named: list[type[Exception]] = [ConfigError, DataError]
     # Rooms that were never imported cannot have raised.
     for module, name in (
-        ("jaxfound.parallelism.plan", "PlanError"),
+        ("jaxfound.parallelism.legal", "PlanError"),
         ("jaxfound.models.weights.errors", "WeightsError"),
         ("jaxfound.training.events", "TrainingError"),
         ("jaxfound.resources.checkpoint.errors", "CheckpointError"),

@@ -24,13 +24,11 @@ class Hidden(NamedTuple):
     """The decoder's output before the head.
 
     Attributes:
-        final: normalised, ready for the head [B T D].
-        stream: the residual stream before the last norm [B T D]; multi-token prediction reads it.
+        final: normalised; the head and multi-token prediction read it [B T D].
         load: expert load of every layer with experts, stacked; None without experts.
     """
 
     final: Float[Array, "B T D"]
-    stream: Float[Array, "B T D"]
     load: LoadStats | None
 
 
@@ -79,12 +77,19 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"] | None,
         segment_ids: Int[Array, "B T"] | None,
+        *,
+        places: Int[Array, " T"] | None = None,
     ) -> BlockInput:
-        """Return what the layers share of these rows, with the defaults filled in."""
+        """Return what the layers share of these rows, with the defaults filled in.
+
+        Args:
+            places: place of each token in its row, where rows are arranged for the context axis.
+        """
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+            order = jnp.arange(tokens.shape[1]) if places is None else places
+            positions = jnp.broadcast_to(order[None, :], tokens.shape)
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
-        return BlockInput(View(positions, segment_ids), real)
+        return BlockInput(View(positions, segment_ids, places), real)
 
     def hidden(self, tokens: Int[Array, "B T"], row: BlockInput) -> Hidden:
         """Return the decoder's output before the head."""
@@ -92,7 +97,7 @@ class Decoder(nnx.Module):
         if self.leading is not None:
             x, _ = walk(self.leading, x, row, execution=self.execution)
         x, load = walk(self.layers, x, row, execution=self.execution)
-        return Hidden(self.final_norm(x), x, load)
+        return Hidden(self.final_norm(x), load)
 
     def logits(self, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the float32 logits of normalised states."""

@@ -1,10 +1,13 @@
 """Batches from the host to where the mesh wants them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Int
 
 from jaxfound.data.batch import Batch
+from jaxfound.parallelism.context import arranged, context_degree, places_of
 
 
 def local_rows(sharding: NamedSharding, batch_size: int, *, seq_len: int) -> slice:
@@ -33,3 +36,17 @@ def to_devices(batch: Batch, sharding: NamedSharding, *, batch_size: int) -> Bat
         return jax.make_array_from_process_local_data(sharding, rows, whole)
 
     return Batch(*(put(field) for field in batch))
+
+
+def arranged_for_context(batch: Batch) -> tuple[Batch, Int[Array, " T"] | None]:
+    """Return the batch as the context axis wants its rows, and the place of each token in its row.
+
+    Whatever compares a token with its neighbours in the row comes before: targets are made by the
+    data room, those of multi-token prediction by `objective.ahead_of`. Without that axis the batch
+    stays as it is, and places are None.
+    """
+    degree = context_degree()
+    if degree == 1:
+        return batch, None
+    places = jnp.asarray(places_of(batch.tokens.shape[1], degree), jnp.int32)
+    return Batch(*(arranged(field, degree) for field in batch)), places

@@ -24,11 +24,12 @@ from jaxfound.models.build import Arrays, Frame
 from jaxfound.models.layers.embedding import logits_of
 from jaxfound.parallelism import build_mesh, make_plan
 from jaxfound.parallelism.axes import BATCH_AXES
-from jaxfound.parallelism.plan import resolve_degrees
+from jaxfound.parallelism.context import context_degree, in_order
+from jaxfound.parallelism.legal import resolve_degrees
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device
-from jaxfound.training.batches import local_rows, to_devices
+from jaxfound.training.batches import arranged_for_context, local_rows, to_devices
 from jaxfound.training.gap import Comparison, Moves, PerToken, Tally, summary
 from jaxfound.training.step import batch_sharding
 
@@ -127,8 +128,10 @@ def make_judge(frames: tuple[Frame, ...], *, chunk: int, mesh: Mesh) -> Judge:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             models = [frame.bind(*own) for frame, own in zip(frames, weights, strict=True)]
             matrices = [model.head.matrix(model.embedding) for model in models]
-            row = models[0].row(batch.tokens, batch.positions, batch.segment_ids)
-            states = [model.hidden(batch.tokens, row).final for model in models]
+            cut, places = arranged_for_context(batch)
+            row = models[0].row(cut.tokens, cut.positions, cut.segment_ids, places=places)
+            finals = [model.hidden(cut.tokens, row).final for model in models]
+            states = [in_order(x, context_degree()) for x in finals]
 
             def read(targets: jax.Array, *states: jax.Array) -> PerToken:
                 log_p = [

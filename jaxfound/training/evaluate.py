@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame
-from jaxfound.training.batches import to_devices
+from jaxfound.training.batches import arranged_for_context, to_devices
 from jaxfound.training.loss import cross_entropy
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import batch_sharding
@@ -39,7 +39,8 @@ def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
     def sums(params: dict, buffers: dict, batch: Batch) -> EvalSums:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             model = frame.bind(params, buffers)
-            row = model.row(batch.tokens, batch.positions, batch.segment_ids)
+            batch, places = arranged_for_context(batch)
+            row = model.row(batch.tokens, batch.positions, batch.segment_ids, places=places)
             found = cross_entropy(
                 model.hidden(batch.tokens, row).final,
                 model.head.matrix(model.embedding),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.models.layers.embedding import Head, logits_of
+from jaxfound.parallelism.context import context_degree
 
 
 class LossSums(NamedTuple):
@@ -34,16 +35,19 @@ def cross_entropy(
 
     The backward pass recomputes a chunk's logits, so [B T V] never exists in either direction.
     """
-    length = x.shape[1]
+    batch, length = x.shape[:2]
     if chunk == 0 or chunk >= length:
         return _sums(x, matrix, targets, counted, head)
-    pad = -length % chunk
-    x = jnp.pad(x, ((0, 0), (0, pad), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, pad)))
-    counted = jnp.pad(counted, ((0, 0), (0, pad)))
+    # Of each device's part of a row the same number of tokens, so that no step waits for one.
+    num_parts = context_degree()
+    of_part = max(chunk // num_parts, 1)
+    missing = -(length // num_parts) % of_part
 
     def pieces(a: jax.Array) -> jax.Array:
-        return jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0)
+        parts = a.reshape(batch, num_parts, -1, *a.shape[2:])
+        widths = [(0, missing if i == 2 else 0) for i in range(parts.ndim)]
+        cut = jnp.pad(parts, widths).reshape(batch, num_parts, -1, of_part, *a.shape[2:])
+        return jnp.moveaxis(cut, 2, 0).reshape(-1, batch, num_parts * of_part, *a.shape[2:])
 
     @jax.checkpoint
     def one(total: LossSums, piece: tuple[jax.Array, jax.Array, jax.Array]) -> LossSums:

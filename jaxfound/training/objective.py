@@ -12,6 +12,8 @@ from jaxfound.data.batch import Batch
 from jaxfound.models.decoder import Decoder
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.models.mtp import Ahead, look_ahead
+from jaxfound.parallelism.context import arranged, context_degree
+from jaxfound.training.batches import arranged_for_context
 from jaxfound.training.loss import cross_entropy
 
 
@@ -69,7 +71,11 @@ def ahead_of(batch: Batch, depth: int) -> Ahead:
 def terms_of(model: Decoder, batch: Batch, *, cfg: RunConfig) -> Terms:
     """Return the loss sums of one micro-batch."""
     chunk = cfg.train.loss_chunk
-    row = model.row(batch.tokens, batch.positions, batch.segment_ids)
+    # What the modules of multi-token prediction read is found in order, before rows are arranged.
+    in_order = [ahead_of(batch, depth) for depth in range(1, len(model.mtp) + 1)]
+    aheads = jax.tree.map(lambda x: arranged(x, context_degree()), in_order)
+    batch, places = arranged_for_context(batch)
+    row = model.row(batch.tokens, batch.positions, batch.segment_ids, places=places)
     hidden = model.hidden(batch.tokens, row)
     matrix = model.head.matrix(model.embedding)
     sums = cross_entropy(
@@ -83,14 +89,13 @@ def terms_of(model: Decoder, batch: Batch, *, cfg: RunConfig) -> Terms:
     loads: dict[str, LoadStats] = {}
     if hidden.load is not None:
         loads["layers.ffn.router.bias"] = hidden.load
-    stream, ahead_nats = hidden.stream, []
-    for i, module in enumerate(model.mtp):
-        ahead = ahead_of(batch, i + 1)
-        stream, load = module(stream, model.embedding(ahead.tokens), row)
+    state, ahead_nats = hidden.final, []
+    for i, (module, ahead) in enumerate(zip(model.mtp, aheads, strict=True)):
+        state, load = module(state, model.embedding(ahead.tokens), row)
         if load is not None:
             loads[f"mtp.{i}.block.ffn.router.bias"] = load
         further = cross_entropy(
-            module.final_norm(stream),
+            state,
             matrix,
             targets=ahead.targets,
             counted=ahead.counted,

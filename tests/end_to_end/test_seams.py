@@ -128,7 +128,7 @@ class Uniform:
     def __init__(self):
         self.head = FlatHead(FOUR, rngs=nnx.Rngs(0), execution=Execution())
 
-    def row(self, tokens, positions, segment_ids):
+    def row(self, tokens, positions, segment_ids, *, places=None):
         return None
 
     def hidden(self, tokens, row):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfound.models.layers.moe import TILE_ROWS, mix_experts, tile_slots
+from jaxfound.models.layers.expert_tiles import TILE_ROWS, inverse, moved, tile_product, tiles_of
+from jaxfound.models.layers.moe import mix_experts
 
 EXPERTS, WIDTH, HIDDEN, CHOICES = 4, 8, 6, 2
 
@@ -38,7 +39,7 @@ def case(request):
 
 def tiled(experts, x, weights, gate, up, down):
     arrays = (x[None], np.asarray(experts)[None], weights[None], gate, up, down)
-    return mix_experts(*(jnp.asarray(a) for a in arrays))[0]
+    return jax.jit(mix_experts)(*(jnp.asarray(a) for a in arrays))[0]
 
 
 def dense(experts, x, weights, gate, up, down):
@@ -93,20 +94,69 @@ def test_a_tokens_choices_are_summed_in_their_own_order():
 
 
 @settings(max_examples=40, deadline=None)
-@given(experts=st.lists(st.integers(0, EXPERTS - 1), min_size=300, max_size=300))
+@given(experts=st.lists(st.integers(0, EXPERTS), min_size=300, max_size=300))
 def test_every_choice_has_a_row_of_its_own_in_a_tile_of_its_expert(experts):
-    slots, expert_of_tile = tile_slots(jnp.asarray(experts, jnp.int32), num_experts=EXPERTS)
-    slots, tiles = np.asarray(slots), np.asarray(expert_of_tile)
-    assert len(set(slots.tolist())) == len(experts)
-    assert slots.min() >= 0
-    assert slots.max() < len(tiles) * TILE_ROWS
-    np.testing.assert_array_equal(tiles[slots // TILE_ROWS], experts)
-    for expert in set(experts):
-        rows = np.sort(slots[np.array(experts) == expert])
+    """Choices of expert number EXPERTS are made elsewhere and have no row."""
+    found = tiles_of(jnp.asarray(experts, jnp.int32), num_experts=EXPERTS, most_choices=300)
+    experts, tiles = np.array(experts), np.asarray(found.expert_of_tile)
+    everyone, here = np.asarray(found.slot_of_choice), experts < EXPERTS
+    slots = everyone[here]
+    assert (everyone[~here] == found.num_slots).all()
+    assert len(set(slots.tolist())) == here.sum()
+    assert slots.min(initial=0) >= 0
+    assert slots.max(initial=0) < found.num_slots == len(tiles) * TILE_ROWS
+    np.testing.assert_array_equal(tiles[slots // TILE_ROWS], experts[here])
+    np.testing.assert_array_equal(np.asarray(found.choice_of_slot)[slots], np.flatnonzero(here))
+    assert (np.asarray(found.choice_of_slot) < 300).sum() == here.sum()
+    for expert in set(experts[here].tolist()):
+        rows = np.sort(everyone[experts == expert])
         np.testing.assert_array_equal(rows, rows[0] + np.arange(len(rows)))
         assert rows[0] % TILE_ROWS == 0
 
 
 def test_a_choice_keeps_its_place_among_those_of_its_expert():
-    slots, _ = tile_slots(jnp.array([1, 0, 1, 1, 0]), num_experts=2)
-    assert slots.tolist() == [TILE_ROWS, 0, TILE_ROWS + 1, TILE_ROWS + 2, 1]
+    found = tiles_of(jnp.array([1, 0, 1, 1, 0]), num_experts=2, most_choices=5)
+    assert found.slot_of_choice.tolist() == [TILE_ROWS, 0, TILE_ROWS + 1, TILE_ROWS + 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("experts", "used"), [([2] * 300, 3), ([0, 1, 3], 3), ([EXPERTS] * 3, 0), ([1] * 128, 1)]
+)
+def test_tiles_are_in_use_for_the_rows_there_are(experts, used):
+    found = tiles_of(jnp.asarray(experts), num_experts=EXPERTS, most_choices=len(experts))
+    assert int(found.rows_of_expert.sum()) == used * TILE_ROWS
+    assert used <= len(found.expert_of_tile)
+
+
+def test_rows_behind_the_last_tile_in_use_are_never_read():
+    """NaN there reaches neither a product nor a gradient."""
+    experts = jnp.array([1, 1, EXPERTS])
+    tiles = tiles_of(experts, num_experts=EXPERTS, most_choices=3)
+    rng = np.random.default_rng(4)
+    rows = rng.normal(size=(tiles.num_slots, WIDTH)).astype(np.float32)
+    kernels = rng.normal(size=(EXPERTS, WIDTH, HIDDEN)).astype(np.float32)
+    used = TILE_ROWS
+    rows[used:] = np.nan
+
+    def product(rows, kernels):
+        return tile_product(rows, kernels, tiles)[:used].sum()
+
+    out, grads = jax.value_and_grad(product, (0, 1))(jnp.asarray(rows), jnp.asarray(kernels))
+    assert out == pytest.approx((rows[:used] @ kernels[1]).sum(), rel=1e-4)
+    assert np.isfinite(grads[0]).all()
+    assert np.isfinite(grads[1]).all()
+    assert not grads[1][np.array([0, 2, 3])].any()
+
+
+def test_the_gradient_of_moved_rows_is_that_of_a_copy():
+    """Row 0 goes to two places, row 1 nowhere, row 2 to one; place 1 is left empty."""
+    rows = jnp.arange(6.0).reshape(3, 2)
+    sources, places = jnp.array([0, 3, 2, 0]), jnp.array([[3, 0], [4, 4], [2, 4]])
+    there, back = jax.vjp(lambda rows: moved(rows, sources, places), rows)
+    np.testing.assert_array_equal(there, [[0, 1], [0, 0], [4, 5], [0, 1]])
+    (grads,) = back(jnp.array([[1.0, 2.0], [50.0, 50.0], [3.0, 4.0], [10.0, 20.0]]))
+    np.testing.assert_array_equal(grads, [[11, 22], [0, 0], [3, 4]])
+
+
+def test_the_inverse_says_who_stands_where():
+    assert inverse(jnp.array([2, 5, 0, 7]), size=4).tolist() == [2, 4, 0, 4]

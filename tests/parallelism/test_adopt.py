@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfound.config.parallel import AXES
 from jaxfound.parallelism.adopt import shardings_of, spread
+from jaxfound.parallelism.legal import PlanError
 from jaxfound.parallelism.mesh import build_mesh
-from jaxfound.parallelism.plan import ParallelPlan, PlanError
+from jaxfound.parallelism.plan import ParallelPlan
 
 pytestmark = pytest.mark.multidevice
 

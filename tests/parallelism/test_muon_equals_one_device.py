@@ -14,8 +14,14 @@ from jaxfound.parallelism import build_mesh, make_plan
 from jaxfound.training.muon import matrices_of, orthogonalise
 from jaxfound.training.optimizer import make_optimizer
 from jaxfound.training.state import state_shardings
-from tests.models.tiny import FAST_TO_COMPILE, model_config, relative_error, run_config
-from tests.parallelism.layouts import LAYOUTS, MODELS, result_of
+from tests.models.tiny import (
+    FAST_TO_COMPILE,
+    model_config,
+    relative_error,
+    run_config,
+    weights_of,
+)
+from tests.parallelism.layouts import LAYOUTS
 from tests.training.tiny import DENSE, of_kind, run, tiny
 
 pytestmark = pytest.mark.multidevice
@@ -27,8 +33,7 @@ ROUNDING = 2e-6
 
 def laid_out(layout: str):
     """The model's frame on its mesh, and the table of its parameters."""
-    name, changes = MODELS["experts"]
-    model = model_config(name, **changes)
+    model = model_config("mla_moe_yarn", num_dense_layers=0)
     cfg, table = run_config(model, rows=16, parallel=LAYOUTS[layout]), describe(model)
     num_devices = 1
     for axis, degree in LAYOUTS[layout].items():
@@ -40,11 +45,11 @@ def laid_out(layout: str):
 
 @cache
 def moved(layout: str):
-    """Ones after three steps fed the gradients of one device, and Muon's state."""
+    """Ones after three steps fed the same gradients on every layout, and Muon's state."""
     table, frame, mesh = laid_out(layout)
     tx = make_optimizer(OptimizerConfig(name="muon"), table)
     places = state_shardings(frame, tx, mesh=mesh)
-    grads = jax.device_put(result_of("experts", "one").grads, places.params)
+    grads = jax.device_put(weights_of(frame).params, places.params)
 
     def step(params, state, grads, scale):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -87,6 +92,7 @@ def test_a_momentum_lies_beside_its_parameter(layout):
     assert any(sharding.spec != jax.P() for sharding in momenta.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", MANY)
 def test_matrices_are_moved_whole_and_never_gathered(layout):
     """The partitioner alone gathers each stack twice an iteration, on every device."""

@@ -11,9 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.cache import KeyValueCache, write_at
 from jaxfound.models.execution import Execution
+from jaxfound.models.layers.context_attention import attend_over_context
 from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.rope import angles_of, frequencies, rotate, rotation_factor
+from jaxfound.parallelism.axes import ShardingRules
+from jaxfound.parallelism.context import context_degree, whole_rows
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -24,10 +27,13 @@ class View(NamedTuple):
         positions: place of each token in its document [B T].
         segment_ids: document of each token [B T]; 0 is padding, which sees nothing. None: each
             row is one document.
+        places: place in its row of each token [T], where rows are arranged for the `context`
+            axis (`parallelism.context`); None: tokens are in order.
     """
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"] | None
+    places: Int[Array, " T"] | None = None
 
 
 class CachedView(NamedTuple):
@@ -50,20 +56,38 @@ def cached_view(positions: Int[Array, "B T"], num_slots: int) -> CachedView:
 
 def attend_rows(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K V"],
+    k: Float[Array, "copies T K H"],
+    v: Float[Array, "copies T K V"],
     *,
     view: View,
     scale: float,
+    rules: ShardingRules,
 ) -> Float[Array, "B T N V"]:
     """Return the attention of packed rows over themselves, by the fastest kernel that is right.
 
     The data room leaves documents as runs with padding last; rows of another make are noticed
     and take the kernel that needs no such promise.
+
+    Args:
+        k: keys of whole rows, from `whole_rows`: a copy for each device of the `context` axis.
+        v: values, likewise.
+
+    Raises:
+        ValueError: if rows are cut over `context` and not arranged for it.
     """
-    return flash_attention(
-        q, k, v, segment_ids=view.segment_ids, causal=True, scale=scale, packed="runs"
-    )
+    if context_degree() == 1:
+        return flash_attention(
+            q, k, v, segment_ids=view.segment_ids, causal=True, scale=scale, packed="runs"
+        )
+    if view.places is None:
+        raise ValueError(
+            f"rows are cut over context={context_degree()}, but their tokens are in order. "
+            "Arrange tokens and their places with jaxfound.parallelism.context.arranged, or use "
+            "a mesh with context=1"
+        )
+    ids = view.segment_ids
+    ids = jnp.ones(q.shape[:2], jnp.int32) if ids is None else ids
+    return attend_over_context(q, k, v, segment_ids=ids, scale=scale, rules=rules)
 
 
 def attend(
@@ -118,7 +142,9 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], view: View) -> Float[Array, "B T D"]:
         """Return the attention of x over its own row."""
         q, k, v = self._project(x, view.positions)
-        return self._finish(attend_rows(q, k, v, view=view, scale=self.scale))
+        k, v = (whole_rows(x, "kv_heads", None, rules=self.rules) for x in (k, v))
+        mixed = attend_rows(q, k, v, view=view, scale=self.scale, rules=self.rules)
+        return self._finish(mixed)
 
     def extend(
         self, x: Float[Array, "B T D"], cache: KeyValueCache, view: CachedView

@@ -21,6 +21,7 @@ from jaxfound.models.layers.rope import (
     rotation_factor,
     softmax_factor,
 )
+from jaxfound.parallelism.context import whole_rows
 
 
 def mla_scale(cfg: ModelConfig) -> float:
@@ -66,15 +67,19 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], view: View) -> Float[Array, "B T D"]:
         """Return the attention of x over its own row, in the expanded form."""
         q_nope, q_rope = self._queries(x, view.positions)
-        latent_BSC, rope_BSR = self._latents(x, view.positions)
+        # What a device of the context axis lacks of a row is sent as latents, not as heads.
+        parts = self._latents(x, view.positions)
+        latent_BSC, rope_BSR = (whole_rows(part, None, rules=self.rules) for part in parts)
         k_nope_BSNH, v_BSNV = self.key_up(latent_BSC), self.value_up(latent_BSC)
         shape = (*k_nope_BSNH.shape[:3], rope_BSR.shape[-1])
         k_rope_BSNR = jnp.broadcast_to(rope_BSR[:, :, None, :], shape)
         pin = self.rules.constrain
         q = pin(jnp.concatenate([q_nope, q_rope], axis=-1), "batch", "seq", "heads", None)
-        k = pin(jnp.concatenate([k_nope_BSNH, k_rope_BSNR], axis=-1), "batch", "seq", "heads", None)
-        v = pin(v_BSNV, "batch", "seq", "heads", None)
-        return self._finish(attend_rows(q, k, v, view=view, scale=mla_scale(self.cfg)))
+        k = jnp.concatenate([k_nope_BSNH, k_rope_BSNR], axis=-1)
+        k = pin(k, "copies", None, "heads", None)
+        v = pin(v_BSNV, "copies", None, "heads", None)
+        scale = mla_scale(self.cfg)
+        return self._finish(attend_rows(q, k, v, view=view, scale=scale, rules=self.rules))
 
     def extend(
         self, x: Float[Array, "B T D"], cache: LatentCache, view: CachedView

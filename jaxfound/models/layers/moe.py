@@ -1,22 +1,42 @@
 """Mixture of experts: route, compute each expert on its own tokens, mix."""
 
 import math
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
+from jaxfound.config.parallel import AxisName
 from jaxfound.models.execution import Execution
+from jaxfound.models.layers.expert_parallel import outputs_of_choices
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.parameter import weight
 from jaxfound.models.layers.router import LoadStats, Router, load_stats
 from jaxfound.parallelism.axes import sum_over
 
-# Rows of one tile: every expert's tokens are padded to a multiple of it, so that one tile
-# multiplies one expert's matrix.
-TILE_ROWS = 128
+# Axes that split tokens and not experts.
+TOKEN_AXES: tuple[AxisName, ...] = ("data", "fsdp", "context")
+
+
+class Held(NamedTuple):
+    """A kernel as the devices are handed it.
+
+    Attributes:
+        copies: one for each device that uses it on tokens of its own [copies E ...]. They cost
+            nothing, and each leaves with a gradient of its own for the partitioner to sum.
+        spec: where they lie.
+        fsdp_dim: the dim that fsdp cut and that a device gathers; None for none.
+    """
+
+    copies: Float[Array, "_ _ _ _"]
+    spec: PartitionSpec
+    fsdp_dim: int | None
 
 
 class Experts(nnx.Module):
@@ -38,22 +58,36 @@ class Experts(nnx.Module):
         weights: Float[Array, "B T A"],
     ) -> Float[Array, "B T D"]:
         """Return each token's weighted sum over its experts."""
-        run = self.execution
-        kernels = (
-            run.rules.gather(self.gate[...].astype(run.dtype), "experts", "embed", "ffn"),
-            run.rules.gather(self.up[...].astype(run.dtype), "experts", "embed", "ffn"),
-            run.rules.gather(self.down[...].astype(run.dtype), "experts", "ffn", "embed"),
-        )
-        rules = run.rules
+        rules = self.execution.rules
         rows = rules.activation_spec(("batch", "seq", None))
-        wide = rules.gathered_spec(("experts", "embed", "ffn"))
-        narrow = rules.gathered_spec(("experts", "ffn", "embed"))
+        wide, narrow = ("experts", "embed", "ffn"), ("experts", "ffn", "embed")
+        dims = (wide, wide, narrow)
+        held = [
+            self._held(k, d) for k, d in zip((self.gate, self.up, self.down), dims, strict=True)
+        ]
         mix = rules.on_each_device(
-            partial_mix,
-            takes=(rows, rows, rows, wide, wide, narrow),
+            partial(partial_mix, fsdp_dims=tuple(h.fsdp_dim for h in held)),
+            takes=(rows, rows, rows, *(h.spec for h in held)),
             gives=rows,
         )
-        return mix(x, experts, weights, *kernels)
+        return mix(x, experts, weights, *(h.copies for h in held))
+
+    def _held(self, kernel: nnx.Param, dims: Sequence[str]) -> Held:
+        """Return a kernel as it is stored, in the format of the products."""
+        run, mesh_sizes = self.execution, jax.sharding.get_abstract_mesh().shape
+        cutting = run.rules.param_axes(dims, kernel.shape)
+        fsdp_dim = next((i for i, axes in enumerate(cutting) if "fsdp" in axes), None)
+        copying = tuple(a for a in TOKEN_AXES if not any(a in axes for axes in cutting))
+        num_copies = math.prod(mesh_sizes.get(axis, 1) for axis in copying)
+        rounded = kernel[...].astype(run.dtype)
+        if fsdp_dim is None:
+            # Whole already; the sum of its gradients is pinned to its place at once.
+            rounded = run.rules.gather(rounded, *dims)
+        return Held(
+            copies=jnp.broadcast_to(rounded[None], (num_copies, *rounded.shape)),
+            spec=PartitionSpec(copying, *run.rules.param_spec(dims, kernel.shape)),
+            fsdp_dim=fsdp_dim,
+        )
 
 
 class MixtureOfExperts(nnx.Module):
@@ -89,12 +123,23 @@ def partial_mix(
     x: Float[Array, "B T D"],
     experts: Int[Array, "B T A"],
     weights: Float[Array, "B T A"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
+    *held: jax.Array,
+    fsdp_dims: tuple[int | None, ...],
 ) -> Float[Array, "B T D"]:
     """Return `mix_experts` of a device's tokens, its channels F summed with the other devices'."""
-    return sum_over(mix_experts(x, experts, weights, gate, up, down), "tensor")
+    kernels = [whole(copy[0], dim) for copy, dim in zip(held, fsdp_dims, strict=True)]
+    return sum_over(mix_experts(x, experts, weights, *kernels), "tensor")
+
+
+def whole(kernel: Float[Array, "_ _ _"], fsdp_dim: int | None) -> Float[Array, "_ _ _"]:
+    """Return a kernel whole over fsdp inside `on_each_device`; its gradient goes back in shards.
+
+    Left to the partitioner, the gradients of data and of fsdp would be summed in one all_reduce and
+    cut afterwards; this way fsdp has its reduce_scatter, and data sums shards.
+    """
+    if fsdp_dim is None or jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) == 1:
+        return kernel
+    return jax.lax.all_gather(kernel, "fsdp", axis=fsdp_dim, tiled=True)
 
 
 def mix_experts(
@@ -105,49 +150,39 @@ def mix_experts(
     up: Float[Array, "E D F"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "B T D"]:
-    """Compute every expert on the tokens that chose it; no token is dropped."""
-    num_choices, width = experts.shape[2], x.shape[2]
-    x_MD = x.reshape(-1, width)
-    slot_of_choice, expert_of_tile = tile_slots(experts.reshape(-1), num_experts=gate.shape[0])
-    token_of_choice = jnp.arange(slot_of_choice.shape[0]) // num_choices
-    tiles = jnp.zeros((expert_of_tile.shape[0] * TILE_ROWS, width), x.dtype)
-    tiles = tiles.at[slot_of_choice].set(x_MD[token_of_choice], unique_indices=True)
-    tiles_PMD = tiles.reshape(-1, TILE_ROWS, width)
-    hidden_PMF = nnx.silu(tile_matmul(tiles_PMD, gate, expert_of_tile))
-    hidden_PMF = hidden_PMF * tile_matmul(tiles_PMD, up, expert_of_tile)
-    out = tile_matmul(hidden_PMF, down, expert_of_tile).reshape(-1, width)
-    # A token's choices are summed in their own order and in float32: the same on every layout.
-    picked = out[slot_of_choice].reshape(-1, num_choices, width).astype(jnp.float32)
-    mixed = (picked * weights.reshape(-1, num_choices, 1)).sum(axis=1)
-    return mixed.astype(x.dtype).reshape(x.shape)
+    """Compute every expert on the tokens that chose it; no token is dropped.
 
-
-def tile_slots(
-    experts: Int[Array, " R"], *, num_experts: int
-) -> tuple[Int[Array, " R"], Int[Array, " P"]]:
-    """Give every choice a row, grouped by expert, each group padded to whole tiles.
-
-    Returns:
-        the row of each choice, and the expert of each tile; tiles past the last group have
-        rows of zeros and any expert.
+    Inside `on_each_device` the kernels are those of this device's experts, and `experts` counts
+    those of all devices along the `expert` axis.
     """
-    choices = experts.shape[0]
-    num_tiles = -(-choices // TILE_ROWS) + num_experts
-    order = jnp.argsort(experts, stable=True)
-    counts_E = jnp.bincount(experts, length=num_experts)
-    padded_E = -(-counts_E // TILE_ROWS) * TILE_ROWS
-    ends_E = jnp.cumsum(padded_E)
-    shift_E = (ends_E - padded_E) - (jnp.cumsum(counts_E) - counts_E)
-    slots = jnp.arange(choices) + shift_E[experts[order]]
-    slot_of_choice = jnp.zeros(choices, slots.dtype).at[order].set(slots, unique_indices=True)
-    first_rows = jnp.arange(num_tiles) * TILE_ROWS
-    expert_of_tile = jnp.searchsorted(ends_E, first_rows, side="right")
-    return slot_of_choice, jnp.minimum(expert_of_tile, num_experts - 1)
+    tokens, chosen = x.reshape(-1, x.shape[2]), experts.reshape(-1, experts.shape[2])
+    outputs = outputs_of_choices(tokens, chosen, (gate, up, down))
+    return combine(outputs, weights.reshape(chosen.shape), chosen).reshape(x.shape)
 
 
-def tile_matmul(
-    tiles: Float[Array, "P M K"], kernels: Float[Array, "E K N"], expert_of_tile: Int[Array, " P"]
-) -> Float[Array, "P M N"]:
-    """Multiply each tile by its expert's matrix."""
-    full = jax.lax.Precision.HIGHEST if tiles.dtype == jnp.float32 else None
-    return jnp.einsum("PMK,PKN->PMN", tiles, kernels[expert_of_tile], precision=full)
+def combine(
+    outputs: Float[Array, "M A D"], weights: Float[Array, "M A"], experts: Int[Array, "M A"]
+) -> Float[Array, "M D"]:
+    """Return each token's outputs, weighted and summed in their own order and in float32.
+
+    Equal outputs give equal bits in every program: each product is rounded before it is added.
+    """
+    # Never set, which no compiler knows: numbers of experts are not negative.
+    never = jnp.minimum(experts, 0)[:, :, None]
+    products = rounded(outputs.astype(jnp.float32) * weights[:, :, None], never)
+    mixed = reduce(jnp.add, jnp.unstack(products, axis=1))
+    return mixed.astype(outputs.dtype)
+
+
+@jax.custom_vjp
+def rounded(products: Float[Array, "M A D"], never: Int[Array, "M A 1"]) -> Float[Array, "M A D"]:
+    """Return float32 products that are what they are before anything is added to them.
+
+    Compilers contract a product and a sum into one operation with one rounding, in some programs
+    and not in others. Bits that only the data could flip keep them from it and cost no memory.
+    """
+    bits = jax.lax.bitcast_convert_type(products, jnp.int32)
+    return jax.lax.bitcast_convert_type(bits ^ never, jnp.float32)
+
+
+rounded.defvjp(lambda products, never: (rounded(products, never), None), lambda _, g: (g, None))

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the two published ways to longer contexts."""
+"""Rotary position embedding, with the published ways to longer contexts."""
 
 import math
 from collections.abc import Callable
@@ -63,6 +63,11 @@ def angles_of(positions: jax.Array, inverse: np.ndarray) -> jax.Array:
     return positions.astype(jnp.float32)[:, :, None] * jnp.asarray(inverse)[None, None, :]
 
 
+def _linear(cfg: RopeConfig, plain: np.ndarray, num_channels: int) -> np.ndarray:
+    """Divide frequencies by `factor`, which divides positions (Chen et al., 2306.15595, 2.3)."""
+    return plain / cfg.factor
+
+
 def _llama3(cfg: RopeConfig, plain: np.ndarray, num_channels: int) -> np.ndarray:
     """Divide long wavelengths by `factor`, keep short ones, blend between (Llama 3.1)."""
     wavelengths = 2 * math.pi / plain
@@ -93,6 +98,7 @@ def _unscaled(cfg: RopeConfig, plain: np.ndarray, num_channels: int) -> np.ndarr
 
 SCALINGS: dict[str, Callable[[RopeConfig, np.ndarray, int], np.ndarray]] = {
     "none": _unscaled,
+    "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
 }

@@ -1,0 +1,192 @@
+"""Rows grouped by expert into whole tiles, and the product of each tile with its expert's matrix.
+
+Shapes are those of the worst case, products those of the rows there are: tiles behind the last one
+in use are not multiplied.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import hardware
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+# Rows of one tile: every expert's tokens are padded to a multiple of it, so that one tile
+# multiplies one expert's matrix.
+TILE_ROWS = 128
+# Where the grouped product has a kernel or a native operation; elsewhere XLA would multiply every
+# row by every expert.
+GROUPED_PLATFORMS = ("cuda", "rocm", "tpu")
+
+# gate and up [E D F], down [E F D].
+type Kernels = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Tiles(NamedTuple):
+    """Where rows stand when every expert's start at a whole tile.
+
+    Attributes:
+        slot_of_choice: the row in the tiles of each choice; `num_slots` for a choice of no expert.
+        choice_of_slot: the choice that stands there; the number of choices for none.
+        expert_of_tile: experts in order; any expert behind the last tile in use.
+        rows_of_expert: rows of each expert, padding included.
+    """
+
+    slot_of_choice: Int[Array, " R"]
+    choice_of_slot: Int[Array, " S"]
+    expert_of_tile: Int[Array, " P"]
+    rows_of_expert: Int[Array, " E"]
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of all tiles."""
+        return len(self.choice_of_slot)
+
+
+def tiles_of(experts: Int[Array, " R"], *, num_experts: int, most_choices: int) -> Tiles:
+    """Give every choice a row, grouped by expert, each group padded to whole tiles.
+
+    Args:
+        experts: the expert of each choice; `num_experts` for a choice that is not made here.
+        num_experts: experts that hold matrices here.
+        most_choices: most choices that are made here, whatever the router does.
+    """
+    partly_filled = min(num_experts, most_choices)
+    num_tiles = (most_choices + partly_filled * (TILE_ROWS - 1)) // TILE_ROWS
+    choices, num_slots = len(experts), num_tiles * TILE_ROWS
+    order = jnp.argsort(experts, stable=True)
+    counts = jnp.bincount(experts, length=num_experts + 1)[:num_experts]
+    padded = -(-counts // TILE_ROWS) * TILE_ROWS
+    ends = jnp.cumsum(padded)
+    shift = (ends - padded) - (jnp.cumsum(counts) - counts)
+    sorted_experts = experts[order]
+    slots = jnp.arange(choices) + shift.at[sorted_experts].get(mode="fill", fill_value=0)
+    slots = jnp.where(sorted_experts < num_experts, slots, num_slots)
+    slot_of_choice = jnp.zeros(choices, slots.dtype).at[order].set(slots, unique_indices=True)
+    expert_of_tile = jnp.searchsorted(ends, jnp.arange(num_tiles) * TILE_ROWS, side="right")
+    return Tiles(
+        slot_of_choice=slot_of_choice,
+        choice_of_slot=inverse(slot_of_choice, size=num_slots),
+        expert_of_tile=jnp.minimum(expert_of_tile, num_experts - 1),
+        rows_of_expert=padded,
+    )
+
+
+def inverse(places: Int[Array, " R"], *, size: int) -> Int[Array, " S"]:
+    """Return who stands at each of `size` places; the number of those asked where nobody does.
+
+    Args:
+        places: the place of each, `size` or more for one that stands nowhere; none is taken twice.
+        size: number of places.
+    """
+    askers = jnp.arange(len(places), dtype=jnp.int32)
+    return jnp.full(size, len(places), jnp.int32).at[places].set(askers, mode="drop")
+
+
+@jax.custom_vjp
+def moved(
+    rows: Float[Array, "R D"], sources: Int[Array, " S"], places: Int[Array, "R J"]
+) -> Float[Array, "S D"]:
+    """Return the rows of `sources`, zeros where there is none.
+
+    The gradient of a row is summed over the places it went to in their order and in float32, and is
+    a gather like the way there: the same bits every time, which a scatter does not promise.
+
+    Args:
+        rows: what is moved.
+        sources: the row that goes to each place; R or more for none.
+        places: the places that each row goes to; S or more for none.
+    """
+    return rows.at[sources].get(mode="fill", fill_value=0)
+
+
+def _moved_back(
+    places: Int[Array, "R J"], grads: Float[Array, "S D"]
+) -> tuple[Float[Array, "R D"], None, None]:
+    gone = grads.at[places].get(mode="fill", fill_value=0)
+    return gone.astype(jnp.float32).sum(axis=1).astype(grads.dtype), None, None
+
+
+moved.defvjp(lambda rows, sources, places: (moved(rows, sources, places), places), _moved_back)
+
+
+def outputs_here(
+    rows: Float[Array, "R D"], experts: Int[Array, "R A"], kernels: Kernels
+) -> Float[Array, "R A D"]:
+    """Return what each row's experts make of it, all of them on this device."""
+    tiles = tiles_of(experts.reshape(-1), num_experts=len(kernels[0]), most_choices=experts.size)
+    out = swiglu(in_tiles(rows, tiles), kernels, tiles)
+    picked = moved(out, tiles.slot_of_choice, tiles.choice_of_slot[:, None])
+    return picked.reshape(*experts.shape, -1)
+
+
+def in_tiles(rows: Float[Array, "R D"], tiles: Tiles) -> Float[Array, "S D"]:
+    """Return a copy of each row for each of its choices, at its place in the tiles."""
+    places = tiles.slot_of_choice.reshape(len(rows), -1)
+    return moved(rows, tiles.choice_of_slot // places.shape[1], places)
+
+
+def swiglu(rows: Float[Array, "S D"], kernels: Kernels, tiles: Tiles) -> Float[Array, "S D"]:
+    """Return what each tile's expert makes of its rows."""
+    gate, up, down = kernels
+    hidden = nnx.silu(tile_product(rows, gate, tiles)) * tile_product(rows, up, tiles)
+    return tile_product(hidden, down, tiles)
+
+
+def tile_product(
+    rows: Float[Array, "S K"], kernels: Float[Array, "E K N"], tiles: Tiles
+) -> Float[Array, "S N"]:
+    """Return each row times its expert's matrix; rows behind the last tile in use hold anything.
+
+    By the grouped kernel or by a loop over the tiles in use; neither copies a matrix per tile.
+    """
+    if hardware.current().platform in GROUPED_PLATFORMS:
+        precision = "float32" if rows.dtype == jnp.float32 else "bfloat16"
+        return grouped_matmul(rows, kernels, group_sizes=tiles.rows_of_expert, precision=precision)
+    num_used = tiles.rows_of_expert.sum() // TILE_ROWS
+    in_tiles = rows.reshape(-1, TILE_ROWS, rows.shape[1])
+    out = _tile_loop(in_tiles, kernels, tiles.expert_of_tile, num_used)
+    return out.reshape(len(rows), -1)
+
+
+@jax.custom_vjp
+def _tile_loop(
+    tiles: Float[Array, "P M K"],
+    kernels: Float[Array, "E K N"],
+    expert_of_tile: Int[Array, " P"],
+    num_used: Int[Array, ""],
+) -> Float[Array, "P M N"]:
+    def one(tile: Array, out: Array) -> Array:
+        product = _dot(tiles[tile], kernels[expert_of_tile[tile]])
+        return out.at[tile].set(product.astype(out.dtype))
+
+    room = jnp.zeros((*tiles.shape[:2], kernels.shape[2]), tiles.dtype)
+    return jax.lax.fori_loop(0, num_used, one, room)
+
+
+def _tile_loop_back(
+    saved: tuple[Array, Array, Array, Array], grads: Float[Array, "P M N"]
+) -> tuple[Float[Array, "P M K"], Float[Array, "E K N"], None, None]:
+    tiles, kernels, expert_of_tile, num_used = saved
+
+    def one(tile: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        expert, grad = expert_of_tile[tile], grads[tile]
+        of_rows = _dot(grad, kernels[expert].T).astype(tiles.dtype)
+        of_kernel = _dot(tiles[tile].T, grad)
+        return sums[0].at[tile].set(of_rows), sums[1].at[expert].add(of_kernel)
+
+    room = jnp.zeros_like(tiles), jnp.zeros(kernels.shape, jnp.float32)
+    of_tiles, of_kernels = jax.lax.fori_loop(0, num_used, one, room)
+    return of_tiles, of_kernels.astype(kernels.dtype), None, None
+
+
+_tile_loop.defvjp(lambda *operands: (_tile_loop(*operands), operands), _tile_loop_back)
+
+
+def _dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
+    """Return the product with float32 sums; float32 operands are not rounded on the way."""
+    full = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=full, preferred_element_type=jnp.float32)

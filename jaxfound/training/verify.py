@@ -1,0 +1,226 @@
+"""Does a layout compute what one device computes, and is each of its axes real?
+
+A small model of the same structure takes one step on one device and on virtual devices in the
+layout that was asked for. Equality alone proves little: a program that gathers everything on every
+device is equal too. So the compiled program is read as well.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxfound.communication import Collective
+from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.params import ParamTable
+from jaxfound.config.run import RunConfig
+from jaxfound.resources.topology import Device
+from jaxfound.training.shrink import Degrees
+from jaxfound.training.trial import Outcome, Parallel, Trial, degree_of
+
+# float32 sums in another order: 2^-24 a rounding, some thousand of them in a row.
+GRADIENT_LIMIT = 1e-5
+# From identical gradients only the optimizer's own arithmetic is left.
+UPDATE_LIMIT = 1e-6
+
+
+type Leaves = Mapping[str, np.ndarray]
+type Crossings = Sequence[tuple[Collective, tuple[AxisName, ...]]]
+
+
+class Finding(NamedTuple):
+    """One question and its answer.
+
+    Attributes:
+        question: what was checked.
+        holds: the answer.
+        detail: figures, or what is wrong.
+    """
+
+    question: str
+    holds: bool
+    detail: str
+
+
+def verify(
+    cfg: RunConfig, degrees: Degrees, *, devices: Sequence[Device] | None = None
+) -> Iterator[Finding]:
+    """Yield what holds of a layout, each finding when it is known.
+
+    Args:
+        cfg: the run; its model is made small.
+        degrees: of all six axes.
+        devices: as many as the degrees multiply to, or more; all there are by default.
+    Raises:
+        PlanError: if the layout is not legal for the small model either.
+    """
+    devices = jax.devices() if devices is None else devices
+    trial = Trial(cfg, degrees)
+    yield from findings(trial, {**degrees}, devices, one=trial.run({}, devices))
+
+
+def findings(
+    trial: Trial, parallel: Parallel, devices: Sequence[Device], *, one: Outcome
+) -> Iterator[Finding]:
+    """Yield what holds of a layout of a trial, given what one device computed."""
+    many = trial.run(parallel, devices)
+    differing = differing_leaves(many.grads, one.grads)
+    yield from equality(many, one, differing)
+    if differing:
+        yield from blame(trial, parallel, devices, one=one)
+    yield updates(trial, parallel, devices, one=one)
+    for axis in AXES:
+        if degree_of(parallel, axis) > 1:
+            yield axis_is_real(
+                axis,
+                many.found,
+                degree=degree_of(parallel, axis),
+                zero_stage=many.plan.rules.zero_stage,
+                matrix_sizes=matrix_sizes(trial.table),
+            )
+    yield state_is_cut(many, one)
+    told = f": {many.warnings[0].strip()[:200]}" if many.warnings else ""
+    detail = f"{len(many.warnings)} arrays went through one device{told}"
+    yield Finding("no involuntary rematerialization", not many.warnings, detail)
+
+
+def equality(many: Outcome, one: Outcome, differing: Sequence[str]) -> Iterator[Finding]:
+    """Yield whether loss, norm, gradients and routing are those of one device."""
+    for name in ("loss", "norm"):
+        a, b = getattr(many, name), getattr(one, name)
+        error = abs(a - b) / max(abs(b), 1e-30)
+        what = "loss" if name == "loss" else "gradient norm"
+        yield Finding(what, error <= GRADIENT_LIMIT, f"{a:.6f} and {b:.6f}")
+    errors = {path: relative_error(g, one.grads[path]) for path, g in many.grads.items()}
+    path, worst = worst_of(errors)
+    detail = f"worst of {len(errors)}: {path} {worst:.1e}"
+    if differing:
+        detail = f"first of {len(differing)} that differ: {differing[0]} {errors[differing[0]]:.1e}"
+    yield Finding("every gradient", not differing, detail)
+    if one.expert_counts:
+        same = all(
+            np.array_equal(counts, one.expert_counts[path])
+            for path, counts in many.expert_counts.items()
+        )
+        yield Finding("tokens of every expert", same, "equal" if same else "they differ")
+
+
+def updates(
+    trial: Trial, parallel: Parallel, devices: Sequence[Device], *, one: Outcome
+) -> Finding:
+    """Return whether an update with one device's gradients gives one device's parameters."""
+    ours = trial.move(parallel, devices, grads=one.grads)
+    expected = trial.move({}, devices, grads=one.grads)
+    path, worst = worst_of({p: relative_error(a, expected[p]) for p, a in ours.items()})
+    before = trial.arrays.params
+    still = [p for p, a in ours.items() if one.grads[p].any() and np.array_equal(a, before[p])]
+    said = f"{path} {worst:.1e}" if not still else f"{still[0]} did not move"
+    holds = worst <= UPDATE_LIMIT and not still
+    return Finding("updated parameters, from equal gradients", holds, said)
+
+
+def blame(
+    trial: Trial, parallel: Parallel, devices: Sequence[Device], *, one: Outcome
+) -> Iterator[Finding]:
+    """Yield for each axis alone whether its gradients differ, so that a fault has a name."""
+    split = [axis for axis in AXES if degree_of(parallel, axis) > 1]
+    for axis in split if len(split) > 1 else ():
+        others: Parallel = {key: n for key, n in parallel.items() if key not in split}
+        alone = trial.run({**others, axis: parallel[axis]}, devices)
+        wrong = differing_leaves(alone.grads, one.grads)
+        detail = f"differs: {wrong[0]}" if wrong else "equal to one device"
+        yield Finding(f"{axis}={parallel[axis]} alone", not wrong, detail)
+
+
+def differing_leaves(grads: Leaves, expected: Leaves) -> list[str]:
+    """Return the paths of the gradients that are not the expected ones; NaN never is."""
+    return [
+        path
+        for path, grad in grads.items()
+        if not relative_error(grad, expected[path]) <= GRADIENT_LIMIT
+    ]
+
+
+# Collectives without which an axis splits nothing: one of each group must cross it.
+SIGNS: Mapping[AxisName, tuple[tuple[str, ...], ...]] = {
+    "pipeline": (("permute",),),
+    "data": (("all_reduce", "reduce_scatter"),),
+    "fsdp": (("all_reduce", "reduce_scatter"),),
+    "expert": (("all_to_all", "ragged_all_to_all"),),
+    "context": (("all_gather",), ("reduce_scatter",)),
+    "tensor": (("all_reduce", "reduce_scatter"),),
+}
+
+
+def axis_is_real(
+    axis: AxisName,
+    found: Crossings,
+    *,
+    degree: int,
+    zero_stage: int,
+    matrix_sizes: set[int],
+) -> Finding:
+    """Return whether a program has the collectives of an axis, and none that undoes it.
+
+    Args:
+        found: its collectives, with the axes that each crosses.
+        matrix_sizes: elements of each matrix of a layer: tensor must not gather what it cut.
+    """
+    crossing = [c for c, axes in found if axis in axes]
+    kinds = {c.kind for c in crossing}
+    missing = [" or ".join(group) for group in SIGNS[axis] if not kinds & set(group)]
+    if axis == "fsdp" and zero_stage >= 3 and "all_gather" not in kinds:
+        missing.append("all_gather")
+    undone: list[Collective] = []
+    if axis == "tensor":
+        undone = [c for c in crossing if c.kind == "all_gather" and elements(c) in matrix_sizes]
+    if axis in ("data", "expert"):
+        # Neither tokens nor experts.
+        undone = [c for c, axes in found if axes == (axis,) and c.kind == "all_gather"]
+    said = f"{', '.join(sorted(kinds)) or 'nothing'} cross it"
+    said += f"; missing: {', '.join(missing)}" if missing else ""
+    said += f"; gathered again: {undone[0].shape}" if undone else ""
+    return Finding(f"{axis}={degree} is real", not missing and not undone, said)
+
+
+def state_is_cut(many: Outcome, one: Outcome) -> Finding:
+    """Return whether a device holds just the state that the plan says."""
+    ledger = many.plan.ledger
+    planned = ledger.of("parameters") + ledger.of("optimizer")
+    detail = (
+        f"{many.state_bytes:,} bytes on a device, {planned:,} planned, "
+        f"{one.state_bytes:,} on one device"
+    )
+    return Finding("state of a device", many.state_bytes == planned, detail)
+
+
+def matrix_sizes(table: ParamTable) -> set[int]:
+    """Return the number of elements of each matrix, of one layer where they are stacked."""
+    return {
+        math.prod(s.shape[1:] if s.dims and s.dims[0] == "layers" else s.shape)
+        for s in table
+        if s.is_matrix
+    }
+
+
+def elements(collective: Collective) -> int:
+    """Return the number of elements of a collective's first result."""
+    numbers = collective.shape.partition("[")[2].partition("]")[0]
+    return math.prod(int(n) for n in numbers.split(",") if n)
+
+
+def relative_error(a: np.ndarray, b: np.ndarray) -> float:
+    """Return ‖a − b‖₂ / ‖b‖₂; for b of zeros 0 if a is zeros too, else infinity."""
+    size = np.linalg.norm(np.asarray(b, np.float64))
+    error = np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+    if size == 0:
+        return 0.0 if error == 0 else math.inf
+    return float(error / size)
+
+
+def worst_of(errors: Mapping[str, float]) -> tuple[str, float]:
+    """Return the entry with the largest error; NaN counts as the largest."""
+    path = max(errors, key=lambda p: math.inf if math.isnan(errors[p]) else errors[p])
+    return path, errors[path]

@@ -1,0 +1,117 @@
+"""Rows cut over devices: the same numbers as whole rows, each device with the same work."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfound.communication import axes_crossed, collectives
+from jaxfound.config.parallel import AXES
+from jaxfound.models import describe
+from jaxfound.models.build import Frame
+from jaxfound.models.layers.context_attention import pair_of
+from jaxfound.parallelism import PlanError, build_mesh, make_plan
+from jaxfound.parallelism.context import arranged, chunk_order, in_order, places_of
+from tests.models.tiny import model_config, relative_error, run_config
+from tests.parallelism.layouts import MODELS, documents, on_layout, result_of
+
+pytestmark = pytest.mark.multidevice
+
+LAYOUTS = {
+    "context2_tensor2_fsdp2": {"context": 2, "tensor": 2, "fsdp": 2},
+    "context4_data2": {"context": 4, "data": 2},
+}
+each_model = pytest.mark.parametrize("model", MODELS)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+ROUNDING = 1e-5
+
+
+@cache
+def cut(model, layout):
+    name, changes = MODELS[model]
+    # The loss in chunks: of each device's part of a row at a time.
+    train = {"loss_chunk": 8}
+    return on_layout(model_config(name, **changes), LAYOUTS[layout], documents(), train=train)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 8])
+def test_arranged_rows_come_back_in_order_and_say_their_places(degree):
+    x = jnp.arange(48 * 2).reshape(2, 48)
+    there = arranged(x, degree)
+    np.testing.assert_array_equal(in_order(there, degree), x)
+    np.testing.assert_array_equal(there[0], places_of(48, degree) if degree > 1 else x[0])
+
+
+@pytest.mark.parametrize("degree", [2, 3, 8])
+def test_every_device_goes_through_the_pairs_that_see_each_other_and_no_other(degree):
+    num_chunks = 2 * degree
+    for index in range(degree):
+        own = chunk_order(degree)[2 * index : 2 * index + 2]
+        pairs = [
+            pair_of(jnp.int32(step), index=jnp.int32(index), num_chunks=num_chunks)
+            for step in range(num_chunks + 1)
+        ]
+        met = [(own[int(p.half)], int(p.chunk)) for p in pairs]
+        assert sorted(met) == sorted((o, chunk) for o in own for chunk in range(o + 1))
+        assert [bool(p.diagonal) for p in pairs] == [o == chunk for o, chunk in met]
+
+
+@each_model
+@each_layout
+def test_loss_and_every_gradient_are_those_of_one_device(model, layout):
+    ours, one = cut(model, layout), result_of(model, "one")
+    assert ours.loss == pytest.approx(one.loss, rel=ROUNDING)
+    assert ours.norm == pytest.approx(one.norm, rel=ROUNDING)
+    errors = {path: relative_error(grad, one.grads[path]) for path, grad in ours.grads.items()}
+    assert {path: e for path, e in errors.items() if e > ROUNDING} == {}
+
+
+@each_layout
+def test_every_expert_gets_the_tokens_it_gets_on_one_device(layout):
+    for path, counts in result_of("experts", "one").expert_counts.items():
+        np.testing.assert_array_equal(cut("experts", layout).expert_counts[path], counts)
+
+
+@each_model
+@each_layout
+def test_keys_are_gathered_over_context_and_their_gradients_scattered(model, layout):
+    result = cut(model, layout)
+    sizes = dict(zip(AXES, result.plan.degrees, strict=True))
+    kinds = {c.kind for c in collectives(result.text) if axes_crossed(c, sizes) == ("context",)}
+    assert {"all_gather", "reduce_scatter"} <= kinds
+
+
+@each_layout
+def test_latent_attention_sends_latents_and_no_heads(layout):
+    """Of a token 16 + 4 numbers cross the axis, whatever the number of heads."""
+    result = cut("experts", layout)
+    sizes = dict(zip(AXES, result.plan.degrees, strict=True))
+    gathered = [
+        c.shape.partition("[")[2].partition("]")[0].split(",")
+        for c in collectives(result.text)
+        if c.kind == "all_gather" and axes_crossed(c, sizes) == ("context",)
+    ]
+    assert gathered
+    assert {int(shape[-1]) for shape in gathered if len(shape) > 2} <= {16, 4}
+
+
+def test_rows_that_do_not_cut_are_refused_with_the_nearest_lengths():
+    cfg = run_config(model_config("gqa"), rows=8, length=18, parallel={"context": 4, "data": 2})
+    with pytest.raises(PlanError, match=r"8 chunks.*\[16, 24\]"):
+        make_plan(cfg, 8, params=describe(cfg.model))
+
+
+def test_rows_in_order_are_refused_where_devices_share_them():
+    model = model_config("gqa")
+    frame = Frame(model)
+    cfg = run_config(model, parallel={"context": 2})
+    mesh = build_mesh(make_plan(cfg, 2, params=describe(model)), devices=jax.devices()[:2])
+    shapes = frame.shapes()
+
+    def run(params, buffers, tokens):
+        return frame.bind(params, buffers)(tokens)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), pytest.raises(ValueError, match="arranged"):
+        jax.eval_shape(run, *shapes, jax.ShapeDtypeStruct((2, 16), jnp.int32))

@@ -1,0 +1,92 @@
+"""Verification of a layout: small models divide as the large ones do, faults have names."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxfound.communication import Collective
+from jaxfound.config import load
+from jaxfound.config.parallel import AXES
+from jaxfound.models import describe
+from jaxfound.parallelism.axes import ShardingRules
+from jaxfound.training.shrink import shrunk, small_degrees, smaller
+from jaxfound.training.verify import axis_is_real, differing_leaves, relative_error
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+NAMES = ("llama3-8b", "deepseek-v2-lite", "deepseek-v3", "50b", "tiny-dense", "tiny-mla-moe")
+LAYOUTS = (
+    {"tensor": 2, "fsdp": 2},
+    {"tensor": 8},
+    {"fsdp": 3, "tensor": 2},
+    {"expert": 4, "context": 2},
+)
+
+
+def degrees(**some):
+    return {axis: some.get(axis, 1) for axis in AXES}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_small_model_is_cut_along_the_dims_that_the_large_one_is_cut_along(name, layout):
+    cfg, asked = load(CONFIGS / f"{name}.yaml"), degrees(**layout)
+    small = shrunk(cfg, asked)
+    rules = ShardingRules(degrees=tuple(asked.values()))
+    large = {spec.path: spec for spec in describe(cfg.model)}
+    for spec in describe(small.model):
+        # A stack of leading layers and a further depth may be fewer, none is of another kind.
+        twin = large[spec.path]
+        assert spec.dims == twin.dims
+        assert rules.param_axes(spec.dims, spec.shape) == rules.param_axes(twin.dims, twin.shape)
+        assert spec.size <= 64**3
+    assert {spec.path for spec in describe(small.model)} == {
+        path for path in large if not path.startswith("mtp.") or path.startswith("mtp.0.")
+    }
+
+
+def test_sizes_divide_just_where_they_did():
+    assert smaller(7168, 32, degrees=[2, 4]) == 32
+    assert smaller(7168, 32, degrees=[3]) == 32
+    assert smaller(576, 32, degrees=[3]) == 33
+    assert smaller(129_280, 61, degrees=[8]) == 64
+    assert smaller(16, 32, degrees=[3]) == 16
+
+
+def test_a_cluster_too_large_for_a_laptop_keeps_its_axes():
+    asked = degrees(data=3, fsdp=8, tensor=8)
+    assert small_degrees(asked, most=16) == degrees(data=3, fsdp=2, tensor=2)
+    assert small_degrees(degrees(fsdp=4, tensor=4), most=16) == degrees(fsdp=4, tensor=4)
+
+
+def test_zeros_and_nan_are_compared_exactly():
+    zeros, ones = np.zeros(3), np.ones(3)
+    assert relative_error(zeros, zeros) == 0
+    assert relative_error(ones, zeros) == math.inf
+    found = {"a": ones, "b": ones * np.nan, "c": ones}
+    assert differing_leaves(found, {"a": ones, "b": ones, "c": ones * 1.001}) == ["b", "c"]
+
+
+def collective(kind, shape="f32[4,8]{1,0}"):
+    return Collective(kind, shape, ((0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("axis", "found", "holds"),
+    [
+        ("expert", ["all_to_all"], True),
+        ("expert", ["all_reduce", "all_gather"], False),
+        ("tensor", ["all_reduce"], True),
+        ("tensor", ["all_reduce", "all_gather"], False),
+        ("context", ["all_gather", "reduce_scatter"], True),
+        ("context", ["all_gather"], False),
+        ("fsdp", ["all_reduce"], False),
+        ("fsdp", ["all_reduce", "all_gather"], True),
+        ("data", [], False),
+    ],
+)
+def test_an_axis_without_its_collectives_or_with_one_that_undoes_it_is_not_real(axis, found, holds):
+    crossings = [(collective(kind), (axis,)) for kind in found]
+    finding = axis_is_real(axis, crossings, degree=2, zero_stage=3, matrix_sizes={32})
+    assert finding.holds is holds
