@@ -7,7 +7,7 @@ from here serves whole programs as well as single kernels.
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from pallas_kernels import hardware
 
 PLUGIN_MODULES = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")
-# Fields that every Hopper card shares; the rest comes from the hardware table.
-SM90_FIELDS: tuple[tuple[str, int | str], ...] = (
+type Fields = tuple[tuple[str, int | str], ...]
+# Fields that these cards share; the rest comes from below and from the hardware table.
+SHARED_FIELDS: Fields = (
     ("threads_per_block_limit", 1024),
     ("threads_per_warp", 32),
     ("shared_memory_per_block", 49_152),
@@ -30,11 +31,22 @@ SM90_FIELDS: tuple[tuple[str, int | str], ...] = (
     ("block_dim_limit_x", 2_147_483_647),
     ("block_dim_limit_y", 65_535),
     ("block_dim_limit_z", 65_535),
-    ("l2_cache_size", 62_914_560),
-    ("clock_rate_ghz", "1.98"),
     ("registers_per_core_limit", 65_536),
     ("registers_per_block_limit", 65_536),
 )
+# By architecture; Blackwell's figures are those of XLA's own description of a B200.
+FIELDS: Mapping[str, Fields] = {
+    "sm90": (
+        ("l2_cache_size", 62_914_560),
+        ("clock_rate_ghz", "1.98"),
+        ("cuda_compute_capability", "{ major: 9 }"),
+    ),
+    "sm100": (
+        ("l2_cache_size", 132_644_864),
+        ("clock_rate_ghz", "1.965"),
+        ("cuda_compute_capability", "{ major: 10 }"),
+    ),
+}
 
 
 class DevicelessError(RuntimeError):
@@ -63,20 +75,25 @@ def missing() -> str | None:
     return None
 
 
+def kinds() -> tuple[str, ...]:
+    """Return the kinds of devices that can be described to the compiler."""
+    return tuple(row.kind for row in hardware.ROWS if row.architecture in FIELDS)
+
+
 def topology(kind: str, *, hosts: int = 1, devices_per_host: int = 1) -> Sequence[Any]:
     """Return devices of a cluster of `kind` to put into a Mesh and compile for.
 
     Raises:
-        DevicelessError: if the plugin is missing, or the kind is not a Hopper card.
+        DevicelessError: if the plugin is missing, or the kind is not one of `kinds`.
     """
     reason = missing()
     if reason is not None:
         raise DevicelessError(f"cannot compile for {kind}: {reason}.")
     row = hardware.find(kind)
-    if row.architecture != "sm90":
+    if row.architecture not in FIELDS:
         raise DevicelessError(
             f"cannot describe {kind} ({row.architecture}) to the compiler; known are "
-            f"{sorted(r.kind for r in hardware.ROWS if r.architecture == 'sm90')}."
+            f"{', '.join(kinds())}."
         )
     # The plugin otherwise insists on a driver when it loads.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -108,7 +125,8 @@ def without_cache() -> Iterator[None]:
 def _target_description(row: hardware.Hardware) -> str:
     """The card in the text form of XLA's GpuTargetConfigProto."""
     fields: list[tuple[str, int | str]] = [
-        *SM90_FIELDS,
+        *SHARED_FIELDS,
+        *FIELDS[row.architecture],
         ("core_count", row.num_cores),
         ("memory_bandwidth", int(row.memory_bps)),
         ("device_memory_size", row.memory_bytes),
@@ -116,7 +134,7 @@ def _target_description(row: hardware.Hardware) -> str:
     ]
     lines = "\n".join(f"  {name}: {value}" for name, value in fields)
     return (
-        f"gpu_device_info {{\n{lines}\n  cuda_compute_capability {{ major: 9 }}\n}}\n"
+        f"gpu_device_info {{\n{lines}\n}}\n"
         'platform_name: "CUDA"\n'
         "dnn_version_info { major: 9 minor: 7 }\n"
         "runtime_version { major: 13 }\n"

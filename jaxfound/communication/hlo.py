@@ -7,8 +7,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all"
-_LINE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KINDS})(?:-start)?\((?P<rest>.*)$")
+from jaxfound.communication.program import (
+    Operation,
+    Program,
+    num_devices,
+    numbers,
+    read_operation,
+)
+
+# The collectives by the compiler's word for them; with `-start` they run beside what follows.
+KINDS: Mapping[str, str] = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "broadcast",
+}
+START = "-start"
+# A fusion of a sum and of the cut that keeps one part of it: what it sends is a reduce-scatter.
+FUSED_SCATTER = "all-reduce-scatter"
 # The ways the compiler writes who talks to whom: lists, a reshaped range, mesh axes (or a factor of
 # one: 'a':(2)4 is 4 of what is left of axis a after its first 2), pairs, and nothing for everyone.
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
@@ -18,7 +37,6 @@ _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _MESH_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{\d+,\d+\}(?:,\{\d+,\d+\})*)\}")
 _EVERYONE = re.compile(r"replica_groups=\{\}")
-_DEVICES = re.compile(r"^HloModule .*?num_partitions=(\d+)", re.MULTILINE)
 
 type Groups = tuple[tuple[int, ...], ...]
 
@@ -42,6 +60,11 @@ class Collective:
         """True when every group is a single device: nothing crosses a wire."""
         return all(len(set(g)) <= 1 for g in self.groups)
 
+    @property
+    def group_size(self) -> int:
+        """Devices of the largest group."""
+        return max((len(set(g)) for g in self.groups), default=1)
+
 
 def collectives(program_text: str) -> Iterator[Collective]:
     """Yield every collective in the text of a compiled program (`compiled.as_text()`).
@@ -50,14 +73,57 @@ def collectives(program_text: str) -> Iterator[Collective]:
         ValueError: if a collective does not say who takes part in a way that is known here; it
             must not pass for one that crosses nothing.
     """
-    header = _DEVICES.search(program_text)
-    num_devices = int(header[1]) if header else 1
+    devices = num_devices(program_text)
     for line in program_text.splitlines():
-        found = _LINE.search(line)
-        if found:
-            kind = found["kind"].replace("collective-", "").replace("-", "_")
-            groups = _groups(found["rest"], num_devices)
-            yield Collective(kind, found["shape"].strip(), groups)
+        operation = read_operation(line)
+        if operation is not None and kind_of(operation):
+            yield _collective(operation, devices)
+
+
+def kind_of(operation: Operation) -> str | None:
+    """Return which collective an operation is or starts, None when it is none."""
+    return KINDS.get(operation.opcode.removesuffix(START))
+
+
+def collective_of(operation: Operation, program: Program) -> Collective | None:
+    """Return the collective that an operation is, starts or has inside; None when it has none.
+
+    Inside means in the computation that a fusion or an asynchronous call runs; loops, branches and
+    plain calls have operations of their own.
+
+    Raises:
+        ValueError: as `collectives` does.
+    """
+    if kind_of(operation):
+        return _collective(operation, program.num_devices)
+    if operation.opcode.removesuffix(START) not in ("fusion", "async"):
+        return None
+    for name in operation.called:
+        for inner in program.computations.get(name, ()):
+            found = collective_of(inner, program)
+            if found is not None and found.kind == "all_reduce" and FUSED_SCATTER in name:
+                return Collective("reduce_scatter", operation.type, found.groups)
+            if found is not None:
+                return found
+    return None
+
+
+def sent_bytes(collective: Collective, result_bytes: int) -> int:
+    """Return the bytes of one device in one call, as communication.cost counts them.
+
+    Of an all_gather what it has afterwards, of the others what it has before.
+
+    Args:
+        collective: which one.
+        result_bytes: of its results, without the operands that a start repeats.
+    """
+    scatters = collective.kind == "reduce_scatter"
+    return result_bytes * collective.group_size if scatters else result_bytes
+
+
+def _collective(operation: Operation, devices: int) -> Collective:
+    kind = KINDS[operation.opcode.removesuffix(START)]
+    return Collective(kind, operation.type, _groups(operation.attributes, devices))
 
 
 def axes_crossed(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -76,19 +142,19 @@ def axes_crossed(collective: Collective, axis_sizes: Mapping[str, int]) -> tuple
     return tuple(n for n in names if n in crossed)
 
 
-def _groups(attributes: str, num_devices: int) -> Groups:
+def _groups(attributes: str, devices: int) -> Groups:
     if found := _LISTED.search(attributes) or _PAIRS.search(attributes):
-        return tuple(_numbers(g) for g in found[1].strip("{}").split("},{"))
+        return tuple(numbers(g) for g in found[1].strip("{}").split("},{"))
     if found := _IOTA.search(attributes):
-        order = np.arange(math.prod(_numbers(found[3]))).reshape(_numbers(found[3]))
+        order = np.arange(math.prod(numbers(found[3]))).reshape(numbers(found[3]))
         if found[4]:
-            order = order.transpose(_numbers(found[4]))
+            order = order.transpose(numbers(found[4]))
         return tuple(tuple(row) for row in order.reshape(int(found[1]), int(found[2])).tolist())
     if found := _MESH.search(attributes):
         axes = {name: int(size) for name, size in _MESH_AXIS.findall(found[1])}
         return _mesh_groups(axes, _MESH_PART.findall(found[2]))
     if _EVERYONE.search(attributes):
-        return (tuple(range(num_devices)),)
+        return (tuple(range(devices)),)
     raise ValueError(f"no known replica_groups or source_target_pairs in: {attributes[:200]}")
 
 
@@ -103,7 +169,3 @@ def _mesh_groups(axes: Mapping[str, int], inside: Iterable[tuple[str, str, str]]
         outside[row] -= places[row] // step % part * step
     group_of = np.ravel_multi_index(tuple(outside), sizes)
     return tuple(tuple(np.flatnonzero(group_of == g).tolist()) for g in np.unique(group_of))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)

@@ -24,16 +24,8 @@ from jaxfound.parallelism import ParallelPlan, build_mesh
 from jaxfound.resources.platform import use_virtual_cpus
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.buffers import DUMP_FOLDER, DUMP_OPTIONS, largest_buffers
-from jaxfound.training.compiled_step import (
-    SLOP_DEFAULT,
-    SLOP_FLAG,
-    CompiledStep,
-    Memory,
-    Took,
-    compared,
-    notes_of,
-    sent_in,
-)
+from jaxfound.training.compiled_step import CompiledStep, Memory, Took, compared
+from jaxfound.training.compiled_traffic import SLOP_DEFAULT, SLOP_FLAG, notes_of, sent_in
 from jaxfound.training.events import TrainingError
 from jaxfound.training.optimizer import make_optimizer, make_schedule
 from jaxfound.training.state import TrainState, abstract_train_state
@@ -152,36 +144,31 @@ def compile_step(
         text, memory, took = compiled_text(cfg, plan, mesh, target=target, folder=Path(folder))
         program = read_program(text)
         buffers = largest_buffers(Path(folder), program)
-    row = hardware.find(target.kind)
-    rank = {device: i for i, device in enumerate(target.devices)}
-    sent, run, is_timed = sent_in(
-        program,
-        plan,
-        host_of=[rank[d] // plan.topology.devices_per_host for d in mesh.devices.flat],
-        peaks=peaks_of(row),
-    )
+    row, capacity_bytes = hardware.find(target.kind), plan.ledger.capacity_bytes
+    traced = sent_in(program, plan, host_of=hosts_of(mesh, plan, target), peaks=peaks_of(row))
+    slop = slop_percent() if row.platform == "cuda" else None
+    notes = notes_of(traced, memory, capacity_bytes=capacity_bytes, slop_percent=slop)
     return CompiledStep(
         target=target.text,
         stand_in=target.stand_in,
         memory=memory,
         planned=compared(plan.ledger, memory),
-        capacity_bytes=plan.ledger.capacity_bytes,
+        capacity_bytes=capacity_bytes,
         margin_bytes=plan.ledger.of("margin"),
-        sent=sent,
+        sent=traced.sent,
         buffers=buffers,
-        work_s=run.work_s if is_timed else None,
-        waited_s=run.waited_s if is_timed else None,
+        work_s=traced.work_s,
+        waited_s=traced.waited_s,
         took=took,
-        notes=tuple(
-            notes_of(
-                sent,
-                run,
-                memory,
-                capacity_bytes=plan.ledger.capacity_bytes,
-                slop_percent=slop_percent() if row.platform == "cuda" else None,
-            )
-        ),
+        notes=tuple(notes),
     )
+
+
+def hosts_of(mesh: Mesh, plan: ParallelPlan, target: Target) -> list[int]:
+    """Return the host of each of the program's devices, which it numbers as the mesh has them."""
+    each = plan.topology.devices_per_host if plan.topology is not None else len(target.devices)
+    place = {device: i for i, device in enumerate(target.devices)}
+    return [place[device] // each for device in mesh.devices.flat]
 
 
 def compiled_text(

@@ -48,7 +48,7 @@ class Buffer:
         num_bytes: of all of them.
         count: how many.
         type: of the largest, as the compiler prints it.
-        source: `file:line`; the compiler's own word for what it does where no line is known.
+        source: `file:line`; the compiler's word for what makes them where no line is known.
     """
 
     num_bytes: int
@@ -120,7 +120,8 @@ def told_of(values: Sequence[Value], program: Program) -> tuple[str, Value]:
         operation = program.operation(value.operation) or _started(value, program)
         source = source_line(program.stack(operation)) if operation is not None else ""
         word = _NUMBER.sub("", value.operation)
-        told.append((not source or word.endswith(MOVES), source or word, value))
+        said = source or f"the compiler's {word}"
+        told.append((not source or word.endswith(MOVES), said, value))
     # The first of those that say most: of equals, the one that the compiler lists first.
     _, source, value = min(told, key=lambda t: t[0])
     return source, value

@@ -56,6 +56,17 @@ def test_a_card_that_cannot_be_described_is_refused_by_name():
         deviceless.topology("NVIDIA A100")
 
 
+@needs_plugin
+@pytest.mark.parametrize("kind", deviceless.kinds())
+def test_a_product_is_compiled_for_every_kind_that_can_be_described(kind):
+    (device,) = deviceless.topology(kind)
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    with deviceless.without_cache():
+        compiled = jax.jit(lambda x: x @ x).lower(shape).compile()
+    assert device.device_kind == kind
+    assert compiled.memory_analysis().argument_size_in_bytes == 128 * 128 * 2
+
+
 @pytest.fixture(scope="module")
 def place():
     return SingleDeviceSharding(deviceless.topology("NVIDIA H200")[0])

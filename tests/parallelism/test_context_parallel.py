@@ -1,20 +1,22 @@
 """Rows cut over devices: the same numbers as whole rows, each device with the same work."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfound.communication import axes_crossed, collectives
 from jaxfound.config.parallel import AXES
 from jaxfound.models import describe
 from jaxfound.models.build import Frame
-from jaxfound.models.layers.context_attention import pair_of
+from jaxfound.models.layers.context_attention import attend_over_context, pair_of
 from jaxfound.parallelism import PlanError, build_mesh, make_plan
-from jaxfound.parallelism.context import arranged, chunk_order, in_order, places_of
-from tests.models.tiny import model_config, relative_error, run_config
+from jaxfound.parallelism.context import arranged, chunk_order, in_order, places_of, whole_rows
+from pallas_kernels.flash_attention import flash_attention
+from tests.models.tiny import jit, model_config, relative_error, run_config
 from tests.parallelism.layouts import MODELS, documents, on_layout, result_of
 
 pytestmark = pytest.mark.multidevice
@@ -113,5 +115,44 @@ def test_rows_in_order_are_refused_where_devices_share_them():
     def run(params, buffers, tokens):
         return frame.bind(params, buffers)(tokens)
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), pytest.raises(ValueError, match="arranged"):
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        pytest.raises(ValueError, match="arranged"),
+    ):
         jax.eval_shape(run, *shapes, jax.ShapeDtypeStruct((2, 16), jnp.int32))
+
+
+def test_what_is_not_finite_stays_in_its_document_forward_and_backward():
+    """Two documents in a row that four devices share; one value of the second one is NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (jnp.asarray(rng.standard_normal((1, 16, 2, 4)), jnp.float32) for _ in "qkvw")
+    v = v.at[0, 11, 0, 1].set(jnp.nan)
+    ids = jnp.asarray([[1] * 9 + [2] * 5 + [0] * 2], jnp.int32)
+    options = {"scale": 0.5}
+    expected = partial(flash_attention, segment_ids=ids, causal=True, **options)
+    cfg = run_config(model_config("gqa"), parallel={"context": 4})
+    plan = make_plan(cfg, 4, params=describe(cfg.model))
+    mesh = build_mesh(plan, devices=jax.devices()[:4])
+
+    def cut(q, k, v):
+        q, k, v, there = (arranged(x, 4) for x in (q, k, v, ids))
+        k, v = (whole_rows(x, "kv_heads", None, rules=plan.rules) for x in (k, v))
+        out = attend_over_context(q, k, v, segment_ids=there, rules=plan.rules, **options)
+        return in_order(out, 4)
+
+    def with_grads(attention):
+        def run(q, k, v):
+            out, back = jax.vjp(attention, q, k, v)
+            return out, *back(weight)
+
+        return run
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        placed = jax.device_put((q, k, v), NamedSharding(mesh, PartitionSpec()))
+        ours = jit(with_grads(cut))(*placed)
+    for found, right in zip(ours, jit(with_grads(expected))(q, k, v), strict=True):
+        np.testing.assert_allclose(found[:, :9], right[:, :9], rtol=1e-4, atol=1e-5)
+        assert jnp.isfinite(found[:, :9]).all()
+        np.testing.assert_array_equal(found[:, 14:], 0)
+    assert jnp.isnan(ours[0][0, 11:14, 0]).all()
+    assert jnp.isfinite(ours[0][0, 9:11]).all()

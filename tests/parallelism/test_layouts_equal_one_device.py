@@ -169,7 +169,7 @@ def test_the_optimizer_moves_alike_on_every_layout(layout):
     def moved(mesh):
         places = state_shardings(frame, tx, mesh=mesh)
         grads = jax.device_put(fed, places.params)
-        params = jax.tree.map(jnp.ones_like, grads)
+        params = jax.device_put(jax.tree.map(np.ones_like, fed), places.params)
 
         @jax.jit
         def three_steps(params, grads):

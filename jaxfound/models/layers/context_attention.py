@@ -8,7 +8,7 @@ of one pair exist at a time, and no device waits for one with more pairs.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,8 @@ def _attend_local(
         q_ids=chunks(q_ids, CHUNKS_EACH),
         k_ids=chunks(in_order(k_ids, degree), num_chunks),
     )
-    out = _attention(rows.q, rows.k, rows.v, rows.q_ids, rows.k_ids, scale, num_chunks)
+    found = _attention(rows.q, rows.k, rows.v, rows.q_ids, rows.k_ids, scale, num_chunks)
+    out = cast(jax.Array, found)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, length, num_heads, -1)
     return out.astype(q.dtype)
 
