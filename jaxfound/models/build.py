@@ -1,6 +1,7 @@
 """Models as arrays: described without any, or born already sharded."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,9 @@ def abstract(cfg: ModelConfig, *, execution: Execution = ONE_DEVICE) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(0), execution=execution))
 
 
+@cache
 def describe(cfg: ModelConfig) -> ParamTable:
-    """Return every parameter and buffer of the model as plain data."""
+    """Return every parameter and buffer of the model as plain data; traced once for each config."""
     specs = []
     for path, variable in nnx.to_flat_state(nnx.state(abstract(cfg))):
         value = variable.get_value()

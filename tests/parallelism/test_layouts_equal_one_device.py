@@ -1,6 +1,6 @@
 """A layout changes where numbers are computed, never which numbers."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,27 @@ from tests.parallelism.layouts import LAYOUTS, MODELS, result_of
 pytestmark = pytest.mark.multidevice
 
 MANY = [name for name in LAYOUTS if name != "one"]
-each_layout = pytest.mark.parametrize("layout", MANY)
+# Eight devices compile for long; what these two show of experts, layouts of several axes show too.
+SLOW = [("experts", "data8"), ("experts", "tensor4")]
+
+
+def each_of(*layouts, models=tuple(MODELS)):
+    """Run a test with each of these models on each of these layouts."""
+    cases = [
+        pytest.param(model, layout, marks=[pytest.mark.slow] if (model, layout) in SLOW else [])
+        for model in models
+        for layout in layouts
+    ]
+    return pytest.mark.parametrize(("model", "layout"), cases)
+
+
+each_case = each_of(*MANY)
 each_model = pytest.mark.parametrize("model", MODELS)
 # float32 sums in another order: 2^-24 a rounding, some thousand of them in a row.
 ROUNDING = 1e-5
 
 
+@cache
 def crossed(model, layout):
     """Kinds of collectives of the compiled program, each with the axes it crosses."""
     result = result_of(model, layout)
@@ -34,51 +49,45 @@ def crossed(model, layout):
     return [(c.kind, axes, c) for c, axes in found if not c.is_local]
 
 
-@each_model
-@each_layout
+@each_case
 def test_loss_and_gradient_norm_are_those_of_one_device(model, layout):
     ours, one = result_of(model, layout), result_of(model, "one")
     assert ours.loss == pytest.approx(one.loss, rel=ROUNDING)
     assert ours.norm == pytest.approx(one.norm, rel=ROUNDING)
 
 
-@each_model
-@each_layout
+@each_case
 def test_every_gradient_is_that_of_one_device(model, layout):
     ours, one = result_of(model, layout).grads, result_of(model, "one").grads
     errors = {path: relative_error(grad, one[path]) for path, grad in ours.items()}
     assert {path: e for path, e in errors.items() if e > ROUNDING} == {}
 
 
-@each_layout
-def test_every_expert_gets_the_tokens_it_gets_on_one_device(layout):
-    ours = result_of("experts", layout).expert_counts
-    for path, counts in result_of("experts", "one").expert_counts.items():
+@each_of(*MANY, models=["experts"])
+def test_every_expert_gets_the_tokens_it_gets_on_one_device(model, layout):
+    ours = result_of(model, layout).expert_counts
+    for path, counts in result_of(model, "one").expert_counts.items():
         np.testing.assert_array_equal(ours[path], counts)
 
 
-@each_model
-@pytest.mark.parametrize(
-    ("layout", "wanted"),
-    [
-        ("data8", [("all_reduce", ("data",))]),
-        ("fsdp8", [("all_gather", ("fsdp",))]),
-        ("tensor4", [("all_reduce", ("tensor",))]),
-        (
-            "data2_fsdp2_tensor2",
-            # Gradients of data and of fsdp are summed in one go.
-            [
-                ("all_gather", ("fsdp",)),
-                ("all_reduce", ("tensor",)),
-                ("all_reduce", ("data", "fsdp")),
-            ],
-        ),
-        ("data4_microbatches4", [("all_reduce", ("data",))]),
+WANTED = {
+    "data8": [("all_reduce", ("data",))],
+    "fsdp8": [("all_gather", ("fsdp",))],
+    "tensor4": [("all_reduce", ("tensor",))],
+    # Gradients of data and of fsdp are summed in one go.
+    "data2_fsdp2_tensor2": [
+        ("all_gather", ("fsdp",)),
+        ("all_reduce", ("tensor",)),
+        ("all_reduce", ("data", "fsdp")),
     ],
-)
-def test_each_axis_shows_its_collective(model, layout, wanted):
+    "data4_microbatches4": [("all_reduce", ("data",))],
+}
+
+
+@each_case
+def test_each_axis_shows_its_collective(model, layout):
     found = {(kind, axes) for kind, axes, _ in crossed(model, layout)}
-    assert [pair for pair in wanted if pair not in found] == [], found
+    assert [pair for pair in WANTED[layout] if pair not in found] == [], found
 
 
 @each_model
@@ -86,15 +95,13 @@ def test_one_device_talks_to_nobody(model):
     assert crossed(model, "one") == []
 
 
-@each_model
-@each_layout
+@each_case
 def test_no_collective_crosses_an_axis_of_one_device(model, layout):
     split = {a for a in AXES if LAYOUTS[layout].get(a, 1) > 1}
     assert {axes for _, axes, _ in crossed(model, layout) if not set(axes) <= split} == set()
 
 
-@each_model
-@pytest.mark.parametrize("layout", ["data8", "data4_microbatches4", "data2_fsdp2_tensor2"])
+@each_of("data8", "data4_microbatches4", "data2_fsdp2_tensor2")
 def test_no_tokens_are_gathered_over_data(model, layout):
     """Data parallelism sums gradients; sorting and routing stay on each device's own tokens."""
     moved = {kind for kind, axes, _ in crossed(model, layout) if "data" in axes}
@@ -123,23 +130,22 @@ def test_the_gathered_weights_of_all_layers_are_never_held_at_once():
     assert "f32[2,48,32]" not in text
 
 
-@each_model
-@each_layout
+@each_case
 def test_the_plans_parameter_bytes_are_those_on_a_device(model, layout):
     result = result_of(model, layout)
     assert result.plan.param_bytes == result.param_bytes
 
 
-@each_model
-@pytest.mark.parametrize(
-    ("layout", "params_below"),
-    [("fsdp8", 0.45), ("tensor4", 0.55), ("data2_fsdp2_tensor2", 0.6), ("data8", 1.0)],
-)
-def test_each_devices_arguments_shrink(model, layout, params_below):
+# Of one device's parameters, what each device holds at most.
+PARAMS_BELOW = {"fsdp8": 0.45, "tensor4": 0.55, "data2_fsdp2_tensor2": 0.6, "data8": 1.0}
+
+
+@each_of(*PARAMS_BELOW)
+def test_each_devices_arguments_shrink(model, layout):
     """fsdp and tensor cut parameters, data cuts rows only; norms and latents stay whole."""
     ours, one = result_of(model, layout), result_of(model, "one")
     assert ours.argument_bytes < one.argument_bytes
-    assert ours.param_bytes <= params_below * one.param_bytes
+    assert ours.param_bytes <= PARAMS_BELOW[layout] * one.param_bytes
 
 
 def test_weights_are_born_on_their_devices_and_the_same_on_every_mesh():
@@ -154,7 +160,9 @@ def test_weights_are_born_on_their_devices_and_the_same_on_every_mesh():
         np.testing.assert_array_equal(array, expected[path], err_msg=path)
 
 
-@pytest.mark.parametrize("layout", ["fsdp8", "data2_fsdp2_tensor2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("fsdp8", marks=pytest.mark.slow), "data2_fsdp2_tensor2"]
+)
 def test_the_optimizer_moves_alike_on_every_layout(layout):
     """Three steps fed identical gradients, since those of two layouts differ by roundings."""
     name, changes = MODELS["experts"]

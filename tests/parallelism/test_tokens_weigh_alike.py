@@ -16,7 +16,9 @@ from tests.models.published import DATA, published
 from tests.parallelism.layouts import on_layout
 
 CASE = DATA / "S01"
-LEGAL = [(4, 1), (4, 2), (4, 4), (2, 1), (2, 2), (1, 1)]
+LEGAL = [(4, 1), (4, 4), (2, 2), (1, 1)]
+# Between those above.
+LEGAL_TOO = [(4, 2), (2, 1)]
 # Published name, and the layer inside our stack.
 CHECKED = {
     "model.norm.weight": ("final_norm.scale", None),
@@ -59,7 +61,8 @@ def run(model, batch, *, rows_at_once=4, data=1):
 
 
 @pytest.mark.parametrize(
-    ("rows_at_once", "data"), LEGAL, ids=[f"{r} rows at once, {d} devices" for r, d in LEGAL]
+    ("rows_at_once", "data"),
+    [*LEGAL, *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in LEGAL_TOO)],
 )
 def test_loss_and_gradients_are_the_published_token_means(
     model, rows, expected, rows_at_once, data
