@@ -11,18 +11,15 @@ import typer
 from jaxfound.cli.console import open_console
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from jaxfound.config.model import ModelConfig
     from jaxfound.config.run import RunConfig
-    from jaxfound.models.weights.export import ExportFormat
     from jaxfound.models.weights.load import Hub
+    from jaxfound.models.weights.outgoing import ExportFormat
     from jaxfound.resources.checkpoint.manifest import Manifest
+    from jaxfound.resources.checkpoint.storage import StoredArray
 
 # Folder of a run that remembers where its weights came from.
 HUB = "hub"
-# Elements above which looking for garbage takes less than reading.
-LARGE = 1 << 22
 Destination = Literal["hub", "jaxfound"]
 
 
@@ -79,7 +76,11 @@ def convert_command(
         run_to_hub(source, out, dtype=format_of(dtype), step=step, gb=max_shard_gb)
     console.print(f"{out}: written in {time.monotonic() - started_s:.1f} s", markup=False)
     if to == "jaxfound":
-        console.print(f"next: jaxfound generate {out} PROMPT", markup=False)
+        words = ""
+        if not has_tokenizer(source):
+            words = " --tokenizer FILE"
+            console.print(f"{source} has no tokenizer.json: the run's is byte", markup=False)
+        console.print(f"next: jaxfound generate {out} PROMPT{words}", markup=False)
 
 
 def check_options(
@@ -116,7 +117,7 @@ def format_of(name: str) -> "ExportFormat":
     from typing import get_args
 
     from jaxfound.models.weights.errors import WeightsError
-    from jaxfound.models.weights.export import ExportFormat
+    from jaxfound.models.weights.outgoing import ExportFormat
 
     found = next((word for word in get_args(ExportFormat) if word == name), None)
     if found is None:
@@ -160,13 +161,18 @@ def save_gguf_tokenizer(source: Path, folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
+def has_tokenizer(source: Path) -> bool:
+    """True when a published folder or .gguf file brings its tokenizer."""
+    from jaxfound.models.weights.gguf import SUFFIX
+
+    return source.suffix == SUFFIX or (source / "tokenizer.json").is_file()
+
+
 def run_config(hub: "Hub", out: Path) -> "RunConfig":
     """Return the config of a run that was converted and not trained here."""
     from jaxfound.config.load import parse
-    from jaxfound.models.weights.gguf import SUFFIX
 
     words = out.absolute() / HUB / "tokenizer.json"
-    has_words = hub.folder.path.suffix == SUFFIX or (hub.folder.path / words.name).is_file()
     name = re.sub(r"[^A-Za-z0-9._-]", "-", out.name).lstrip("._-")
     compute = "float32" if hub.config.dtype == "float32" else "bfloat16"
     values: dict[str, object] = {
@@ -174,33 +180,27 @@ def run_config(hub: "Hub", out: Path) -> "RunConfig":
         "runs_dir": str(out.absolute().parent),
         "model": hub.model.model_dump(mode="json"),
         "precision": {"compute": compute},
-        "data": {"tokenizer": str(words) if has_words else "byte"},
+        "data": {"tokenizer": str(words) if has_tokenizer(hub.folder.path) else "byte"},
         "train": {"steps": 1, "batch_size": 1, "seq_len": min(hub.model.max_positions, 2048)},
     }
     return parse(values, place=hub.folder.place)
 
 
 def hub_to_hub(hub: "Hub", out: Path, *, dtype: "ExportFormat", gb: float, allow_nan: bool) -> None:
-    """Write published weights in another format, one array of ours in memory at a time."""
-    from jaxfound.models.weights import export_hub
-    from jaxfound.models.weights.load import Reader
-    from jaxfound.models.weights.origin import copy_companions, origin_of
-
-    reader = Reader(hub)
-    reader.check_copies()
+    """Write published weights in another format, some rows of one array in memory at a time."""
+    from jaxfound.models.weights import reformat_hub
+    from jaxfound.models.weights.origin import copy_companions
 
     def beside(folder: Path) -> None:
-        reader.check_finite(allow_nan=allow_nan)
         copy_companions(hub.folder.path, folder)
         save_gguf_tokenizer(hub.folder.path, folder)
 
-    export_hub(
+    reformat_hub(
+        hub,
         out,
-        hub.model,
-        reader.whole,
         dtype=dtype,
-        origin=origin_of(hub.folder),
         max_shard_bytes=int(gb * 1e9),
+        allow_nan=allow_nan,
         beside=beside,
     )
 
@@ -227,7 +227,7 @@ def run_to_hub(run: Path, out: Path, *, dtype: "ExportFormat", step: int | None,
 
 
 class Checkpoint:
-    """The weights of one committed step, read an array at a time; its files are checked first.
+    """The weights of one committed step, read some rows at a time; its files are checked first.
 
     Args:
         directory: folder of the steps.
@@ -244,28 +244,16 @@ class Checkpoint:
         from jaxfound.resources.checkpoint.writer import STATE
 
         manifest = intact(directory, step=step)
-        self._leaves = flatten(Frame(model).shapes()._asdict())
-        self._names = {path[-1]: path for path in self._leaves}
+        leaves = flatten(Frame(model).shapes()._asdict())
+        self._names = {path[-1]: path for path in leaves}
         where = directory / str(manifest.step)
-        check_fits(manifest.leaves, describe(self._leaves), where=str(where), allow_unread=True)
+        check_fits(manifest.leaves, describe(leaves), where=str(where), allow_unread=True)
         self._state = where / STATE
         self._storage = OrbaxStorage()
 
-    def read(self, path: str) -> "np.ndarray":
-        """Return one array by its dotted path, in host memory."""
-        import gc
-        import math
-
-        import numpy as np
-
-        from jaxfound.resources.checkpoint.leaves import unwrap_abstract
-
-        leaf = self._names[path]
-        if math.prod(self._leaves[leaf].shape) > LARGE:
-            # Orbax leaves the last array in a circle of references: two would be in memory.
-            gc.collect()
-        found = self._storage.read(self._state, {leaf: unwrap_abstract(self._leaves[leaf])})
-        return np.asarray(found[leaf])
+    def read(self, path: str) -> "StoredArray":
+        """Return one array by its dotted path."""
+        return self._storage.open(self._state, self._names[path])
 
 
 def intact(directory: Path, *, step: int | None) -> "Manifest":

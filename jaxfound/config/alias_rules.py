@@ -3,7 +3,7 @@
 Most words are a native key under another name and enter the source they stand in. The others
 depend on keys that may stand anywhere, so they are worked out when every source has been read:
 
-* `zero_stage`: 0 is fsdp = 1; 3 is fsdp over the replicas of `data_parallel_size`.
+* `zero_stage`: the same stage; from 1 on fsdp takes the replicas of `data_parallel_size`.
 * `data_parallel_size` counts every device with rows of its own: data x fsdp x expert.
 * `micro_batch_size` counts rows of one device: batch = rows x micro-batches x those devices.
 * `num_attention_heads`, where nothing says more: as many key/value heads, hidden_size / heads wide.
@@ -19,7 +19,7 @@ from jaxfound.config.yaml_source import flow
 
 log = logging.getLogger(__name__)
 
-FSDP, EXPERT = "parallel.fsdp", "parallel.expert"
+FSDP, EXPERT, STAGE = "parallel.fsdp", "parallel.expert", "parallel.zero_stage"
 BATCH, PIECES, DATA = "train.batch_size", "parallel.num_microbatches", "parallel.data"
 HEADS, KV_HEADS, HEAD_DIM = "model.num_heads", "model.gqa.num_kv_heads", "model.gqa.head_dim"
 
@@ -27,8 +27,8 @@ HEADS, KV_HEADS, HEAD_DIM = "model.num_heads", "model.gqa.num_kv_heads", "model.
 DIRECT = ("same", "heads")
 
 ZERO_WAY_OUT = (
-    "parallel.fsdp=N shards parameters, gradients and optimizer state over N devices, which is "
-    "stage 3; parallel.fsdp=1 is stage 0"
+    f"{FSDP}=N cuts state over N devices: {STAGE}=1 the optimizer's, 2 also summed gradients, "
+    "3 also parameters"
 )
 
 
@@ -194,25 +194,25 @@ def report_aliases(sheet: Sheet) -> dict[str, str]:
 def _zero(sheet: Sheet, word: str) -> None:
     stage, fsdp = sheet.words[word].value, sheet.entries.get(FSDP)
     if type(stage) is not int or not 0 <= stage <= 3:
-        sheet.refuse(word, f"takes 0 or 3; got {_shown(sheet.words[word])}")
-    elif stage in (1, 2):
-        text = f"stage {stage}, which leaves parameters whole, is not in this version"
-        sheet.refuse(word, f"{text}. {ZERO_WAY_OUT}")
-    elif stage == 0:
-        sheet.give(word, FSDP, 1)
-    elif fsdp is None:
+        sheet.refuse(word, f"takes 0, 1, 2 or 3; got {_shown(sheet.words[word])}")
+        return
+    sheet.give(word, STAGE, stage)
+    if stage == 0:
+        return
+    if fsdp is None:
         _shard_replicas(sheet, word)
     elif fsdp.value == 1:
-        sheet.refuse(word, f"3 shards over devices, but {fsdp.origin.source} says {FSDP}: 1")
+        sheet.refuse(word, f"{stage} shards over devices, but {fsdp.origin.source} says {FSDP}: 1")
     else:
-        sheet.found[word] = [f"{FSDP}={fsdp.value}"]
+        sheet.found.setdefault(word, []).append(f"{FSDP}={fsdp.value}")
 
 
 def _shard_replicas(sheet: Sheet, word: str) -> None:
-    """Stage 3 shards over every replica: fsdp takes the devices of `data_parallel_size`."""
+    """A launcher's stages shard over every replica: fsdp takes `data_parallel_size`."""
     size = next(sheet.with_rule("replicas"), None)
     if size is None:
-        sheet.refuse(word, f"3 needs a number of devices. {ZERO_WAY_OUT}")
+        stage = sheet.words[word].value
+        sheet.refuse(word, f"{stage} needs a number of devices. {ZERO_WAY_OUT}")
         return
     replicas = sheet.whole(size)
     # What does not divide is refused as `data_parallel_size`.

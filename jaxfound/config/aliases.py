@@ -1,4 +1,4 @@
-"""Flat keys that users bring from torch launchers, and the native key that each one is.
+"""Flat keys and flags that users bring from torch launchers, and what each one is here.
 
 They are read at the top of a file and as `key=value`; docs/howto/coming-from-torch-launchers.md
 is this table for readers. A word that is not here is an unknown key. `weight_decay` is not: at the
@@ -27,6 +27,18 @@ class Alias(NamedTuple):
     key: str
     values: tuple[tuple[Value, Value], ...] = ()
     rule: Rule = "same"
+
+
+class Flag(NamedTuple):
+    """What a flag of a launcher's command line is here.
+
+    Attributes:
+        native: what takes its value where processes are started; empty when nothing does.
+        train: why `train` takes no such value, and the way out; empty when it takes it.
+    """
+
+    native: str
+    train: str = ""
 
 
 REMAT: tuple[tuple[Value, Value], ...] = (
@@ -76,7 +88,7 @@ ALIASES: Mapping[str, Alias] = {
     "expert_parallel_size": Alias("parallel.expert"),
     "expert_model_parallel_size": Alias("parallel.expert"),
     "data_parallel_size": Alias("parallel.data", rule="replicas"),
-    "zero_stage": Alias("parallel.fsdp", rule="zero"),
+    "zero_stage": Alias("parallel.zero_stage", rule="zero"),
     "activation_checkpointing": Alias("parallel.remat", REMAT),
     "gradient_checkpointing": Alias("parallel.remat", REMAT),
     "recompute_granularity": Alias("parallel.remat", REMAT),
@@ -120,6 +132,28 @@ ALIASES: Mapping[str, Alias] = {
     "save_total_limit": Alias("checkpoint.keep"),
     "bf16": Alias("precision.compute", ((True, "bfloat16"), (False, "float32"))),
     "torch_dtype": Alias("precision.compute", DTYPES),
+}
+
+ONE_PROCESS = (
+    "`train` is one process that drives every device of its host, so there is no number of "
+    "processes to give. parallel.data, parallel.fsdp and parallel.tensor say what the devices do. "
+    "Remove it"
+)
+ONE_HOST = (
+    "`train` uses the devices of the host it runs on and meets no other: starting the processes of "
+    "several hosts is not in this version. Remove it to train on this host"
+)
+# By the word after the dashes, with underscores; a launcher writes either.
+FLAGS: Mapping[str, Flag] = {
+    "model_config": Flag("CONFIG"),
+    "nproc_per_node": Flag("--nproc-per-node", ONE_PROCESS),
+    "nnodes": Flag("--nnodes", ONE_HOST),
+    "node_rank": Flag("--node-rank", ONE_HOST),
+    "rdzv_endpoint": Flag("--coordinator", ONE_HOST),
+    "rdzv_backend": Flag("", ONE_HOST),
+    "rdzv_id": Flag("", ONE_HOST),
+    "master_addr": Flag("--coordinator", ONE_HOST),
+    "master_port": Flag("--coordinator", ONE_HOST),
 }
 
 

@@ -36,7 +36,7 @@ class RopeConfig(Section):
     pairing: Literal["half", "interleaved"] = key(
         "half", "which channels rotate together: i with i+H/2 (Llama) or 2i with 2i+1 (DeepSeek)"
     )
-    scaling: Literal["none", "llama3", "yarn"] = key("none", "rule for longer contexts")
+    scaling: Literal["none", "linear", "llama3", "yarn"] = key("none", "rule for longer contexts")
     factor: float = key(1.0, "how many times longer the context became", ge=1.0)
     original_max_positions: int = key(4096, "context before scaling", unit="tokens", ge=1)
     low_freq_factor: float = key(1.0, "llama3: wavelengths above original/low are divided", gt=0)

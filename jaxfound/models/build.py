@@ -24,9 +24,15 @@ def abstract(cfg: ModelConfig, *, execution: Execution = ONE_DEVICE) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(0), execution=execution))
 
 
-@cache
 def describe(cfg: ModelConfig) -> ParamTable:
-    """Return every parameter and buffer of the model as plain data; traced once for each config."""
+    """Return every parameter and buffer of the model as plain data."""
+    return _described(cfg.model_dump_json())
+
+
+@cache
+def _described(model: str) -> ParamTable:
+    """Return the table of a model given as JSON: it is asked for often, and traced once."""
+    cfg = ModelConfig.model_validate_json(model)
     specs = []
     for path, variable in nnx.to_flat_state(nnx.state(abstract(cfg))):
         value = variable.get_value()

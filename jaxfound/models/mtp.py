@@ -1,4 +1,13 @@
-"""Multi-token prediction: modules that look one token further each (DeepSeek-V3, section 2.2)."""
+"""Multi-token prediction: modules that look one token further each (DeepSeek-V3, section 2.2).
+
+What goes from one depth to the next is the normalised state, the one that the head reads. The
+report calls it h, once for both uses: equation 21 hands h of depth k - 1 to the module of depth k
+(of depth 0, "the representation given by the main model"), and in equation 23 the output head,
+which "linearly maps the representation to logits", is applied to the same h. In the published
+weights a norm stands before that linear map: `model.norm` in the main model, `shared_head.norm` in
+a module. So h is what comes after it, and `hnorm` normalises once more. Published servers do the
+same; a stream that skips the norm misses its scale, channel by channel, and `hnorm` has another.
+"""
 
 from typing import NamedTuple
 
@@ -48,7 +57,7 @@ def look_ahead(
 
 
 class MtpModule(nnx.Module):
-    """Joins the hidden state at i with the embedding of a later token and runs one block."""
+    """Joins the state of the depth before at i with the embedding of a later token: one block."""
 
     def __init__(
         self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution, path: str
@@ -70,11 +79,19 @@ class MtpModule(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
-        """Return the hidden state for the next depth (before `final_norm`) and the expert load."""
+        """Return the state that the head and the next depth read, and the expert load.
+
+        Args:
+            hidden: the state of the depth before, normalised: `Hidden.final` of the main model, or
+                what the module before returned.
+            embedded: embeddings of the tokens that this depth reads.
+            row: as the main model's.
+        """
         joined = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         x = self.execution.rules.constrain(self.join(joined), "batch", "seq", "embed")
 
         def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
             return block(x, row)
 
-        return rematerialize(one, self.execution.remat, in_loop=False)(x, self.block)
+        x, load = rematerialize(one, self.execution.remat, in_loop=False)(x, self.block)
+        return self.final_norm(x), load

@@ -19,21 +19,35 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 COMMAND = [sys.executable, "-m", "jaxfound.cli.main"]
 
 
-def environment():
-    cache = Path(__file__).resolve().parents[2] / ".cache" / "jax-tests"
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu"}
 
 
 def jaxfound(*args, cwd):
+    """The command in a process of its own."""
     return subprocess.run(
         [*COMMAND, *map(str, args)],
         cwd=cwd,
-        env=environment(),
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process, which imports nothing anew: its exit code and output."""
+    monkeypatch.chdir(tmp_path)
+    # The root logger belongs to the test runner here.
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
+
+    def run(*args):
+        with pytest.raises(SystemExit) as left:
+            main([str(arg) for arg in args])
+        return left.value.code or 0, capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture
@@ -43,7 +57,7 @@ def config(tmp_path):
     return path
 
 
-def test_a_run_trains_samples_reports_and_says_when_there_is_nothing_left(config, tmp_path):
+def test_a_run_trains_samples_reports_and_says_when_there_is_nothing_left(config, here, tmp_path):
     trained = jaxfound("train", config, "--prompt", "d0", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert "finished at step 4" in trained.stdout
@@ -53,17 +67,16 @@ def test_a_run_trains_samples_reports_and_says_when_there_is_nothing_left(config
     assert records.count("train") == 4
     assert {"eval", "checkpoint", "finished", "sample"} <= set(records)
 
-    again = jaxfound("train", config, cwd=tmp_path)
-    assert again.returncode == 0
-    assert "nothing to do" in again.stdout
+    code, again = here("train", config)
+    assert (code, "nothing to do" in again.out) == (0, True), again.err
 
-    reported = jaxfound("report", tmp_path / "runs" / "tiny", cwd=tmp_path)
-    assert reported.returncode == 0, reported.stderr
+    code, reported = here("report", "runs/tiny")
+    assert code == 0, reported.err
     assert (tmp_path / "runs" / "tiny" / "report.html").stat().st_size > 1000
 
-    said = jaxfound("generate", tmp_path / "runs" / "tiny", "d0", "--max-tokens", 5, cwd=tmp_path)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("d0")
+    code, said = here("generate", "runs/tiny", "d0", "--max-tokens", 5)
+    assert code == 0, said.err
+    assert said.out.startswith("d0")
 
 
 REFUSED = [
@@ -80,18 +93,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("args", "named"), REFUSED, ids=[named for _, named in REFUSED])
-def test_what_cannot_be_done_is_one_error_and_exit_code_2(
-    config, tmp_path, monkeypatch, capsys, args, named
-):
-    monkeypatch.chdir(tmp_path)
-    # The root logger belongs to the test runner here.
-    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
-    with pytest.raises(SystemExit) as left:
-        main(args)
-    stderr = capsys.readouterr().err
-    assert left.value.code == 2
-    assert stderr.startswith("error: ")
-    assert named in stderr
+def test_what_cannot_be_done_is_one_error_and_exit_code_2(config, here, args, named):
+    code, said = here(*args)
+    assert code == 2
+    assert said.err.startswith("error: ")
+    assert named in said.err
 
 
 def test_an_error_of_the_installed_command_has_no_traceback(tmp_path):
@@ -107,7 +113,7 @@ def test_a_signal_saves_and_exits_cleanly_and_the_run_goes_on(tmp_path, number):
     save(cfg, tmp_path / "long.yaml")
     args = [*COMMAND, "train", "long.yaml", "--prompt", ""]
     process = subprocess.Popen(
-        args, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        args, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     )
     metrics = run_directory(cfg).metrics
     deadline = time.monotonic() + 90

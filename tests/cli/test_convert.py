@@ -2,14 +2,19 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxfound.cli.main import main
 from jaxfound.config import load
+from jaxfound.models import describe
+from jaxfound.models.build import Frame
+from jaxfound.parallelism import build_mesh, make_plan
+from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.serving.generate import load_generator
-from jaxfound.training.run import run_directory, train
+from jaxfound.training.run import run_directory
 from tests.models.published import (
     DATA,
     published,
@@ -21,8 +26,9 @@ from tests.models.published import (
     with_redundant_head,
     write_folder,
 )
-from tests.models.tiny import forward
+from tests.models.tiny import forward, weights_of
 from tests.training.tiny import tiny
+from tests.training.written import STEP, save_run
 
 
 @pytest.fixture
@@ -53,7 +59,9 @@ SOURCES = {
 def test_a_run_and_back_is_what_it_was(convert, tmp_path, source):
     code, said = convert(source(), tmp_path / "run")
     assert code == 0, said
-    assert f"next: jaxfound generate {tmp_path / 'run'}" in said
+    # None of these folders has a tokenizer.
+    assert f"{source()} has no tokenizer.json: the run's is byte" in said
+    assert f"next: jaxfound generate {tmp_path / 'run'} PROMPT --tokenizer FILE" in said
     code, said = convert(tmp_path / "run", tmp_path / "back")
     assert code == 0, said
     assert read_folder(tmp_path / "back") == read_folder(source())
@@ -82,7 +90,8 @@ def test_a_converted_run_is_read_as_trained_ones_are(convert, tmp_path):
     hub = tmp_path / "hub"
     write_folder(hub, read_config("S09/llama_base"), read_folder(published("S09/llama_base")))
     (hub / "tokenizer.json").write_text(json.dumps(WORDS))
-    assert convert(hub, tmp_path / "run")[0] == 0
+    code, said = convert(hub, tmp_path / "run")
+    assert (code, "byte" in said, "--tokenizer" in said) == (0, False, False)
     cfg = load(tmp_path / "run" / "config.yaml")
     assert (cfg.name, cfg.precision.compute, cfg.data.tokenizer) == (
         "run",
@@ -111,16 +120,31 @@ def test_what_is_repeated_or_left_is_told(convert, tmp_path):
 
 def test_a_trained_run_goes_out_and_comes_in_with_the_same_numbers(convert, tmp_path):
     """Of a checkpoint that holds an optimizer's state as well."""
-    cfg = tiny(tmp_path, "train.steps=4", "train.eval_batches=0")
-    for _ in train(cfg):
-        pass
-    run = run_directory(cfg).path
+    cfg = tiny(tmp_path)
+    arrays = weights_of(Frame(cfg.model))
+    run = save_run(cfg, arrays)
+    with CheckpointManager(run_directory(cfg).checkpoints, keep=0, mode="sync") as checkpoints:
+        checkpoints.save(STEP + 1, {**arrays._asdict(), "optimizer": {"mu": jnp.ones(7)}}, {})
     assert convert(run, tmp_path / "hub")[0] == 0
     assert convert(tmp_path / "hub", tmp_path / "again")[0] == 0
     assert convert(tmp_path / "again", tmp_path / "hub2", "--dtype", "float32")[0] == 0
     assert read_folder(tmp_path / "hub2") == read_folder(tmp_path / "hub")
     code, said = convert(run, tmp_path / "old", "--step", "7")
     assert (code, "no committed step 7" in said) == (2, True)
+
+
+@pytest.mark.multidevice
+def test_a_run_saved_on_a_mesh_goes_out_as_one_saved_on_a_device(convert, tmp_path):
+    """Its arrays lie on disk in as many pieces as there were devices."""
+    cfg = tiny(tmp_path, "parallel.fsdp=8", "name=spread")
+    frame = Frame(cfg.model)
+    arrays = weights_of(frame)
+    mesh = build_mesh(make_plan(cfg, 8, params=describe(cfg.model)))
+    spread = save_run(cfg, jax.device_put(arrays, frame.shardings(mesh)))
+    alone = save_run(tiny(tmp_path, "name=alone"), arrays)
+    assert convert(spread, tmp_path / "of-mesh")[0] == 0
+    assert convert(alone, tmp_path / "of-device")[0] == 0
+    assert read_folder(tmp_path / "of-mesh") == read_folder(tmp_path / "of-device")
 
 
 def test_published_to_published_changes_the_format_alone(convert, tmp_path):

@@ -33,7 +33,7 @@ FLAT = {
     "micro_batch_size": 2,
     "gradient_accumulation_steps": 3,
     "activation_checkpointing": True,
-    "zero_stage": 3,
+    "zero_stage": 2,
     "use_flash_attn": True,
     "seq_length": 128,
     "learning_rate": 1e-3,
@@ -52,7 +52,7 @@ OTHER = {
     "norm_epsilon": 1e-5,
     "tensor_model_parallel_size": 2,
     "data_parallel_size": 4,
-    "zero_stage": 3,
+    "zero_stage": 2,
     "train_micro_batch_size_per_gpu": 2,
     "train_batch_size": 24,
     "recompute_granularity": "full",
@@ -72,7 +72,14 @@ NATIVE = {
         "max_positions": 1024,
         "norm_eps": 1e-5,
     },
-    "parallel": {"tensor": 2, "data": 1, "fsdp": 4, "num_microbatches": 3, "remat": "full"},
+    "parallel": {
+        "tensor": 2,
+        "data": 1,
+        "fsdp": 4,
+        "zero_stage": 2,
+        "num_microbatches": 3,
+        "remat": "full",
+    },
     "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
     "train": {"steps": 100, "batch_size": 24, "seq_len": 128},
 }
@@ -204,10 +211,10 @@ def test_two_names_of_a_key_may_agree(tmp_path):
             "parallel.data: 2. Keep one",
         ),
         (
-            "zero_stage: 0\nparallel: {fsdp: 2}\n",
+            "zero_stage: 1\nparallel: {zero_stage: 2, fsdp: 2}\n",
             (),
-            "x.yaml:3: zero_stage: 0 comes to parallel.fsdp=1, but x.yaml:4 says "
-            "parallel.fsdp: 2. Keep one",
+            "x.yaml:3: zero_stage: 1 comes to parallel.zero_stage=1, but x.yaml:4 says "
+            "parallel.zero_stage: 2. Keep one",
         ),
         (
             "zero_stage: 3\nparallel: {fsdp: 1}\n",
@@ -229,10 +236,10 @@ def test_two_names_that_say_different_things_are_both_named(tmp_path, text, over
         ("recompute_granularity: block\n", "takes true, false, full, selective, none; got block."),
         ("lr_scheduler_type: linear\n", "takes cosine, constant, constant_with_warmup, wsd, WSD, "),
         ("torch_dtype: float16\n", "torch_dtype: takes bfloat16, float32; got float16."),
-        ("zero_stage: 1\n", "zero_stage: stage 1, which leaves parameters whole, is not in this"),
-        ("zero_stage: 2\n", "parallel.fsdp=N shards parameters, gradients and optimizer state"),
-        ("zero_stage: 3\n", "zero_stage: 3 needs a number of devices. parallel.fsdp=N shards"),
-        ("zero_stage: true\n", "zero_stage: takes 0 or 3; got true"),
+        ("zero_stage: 1\n", "zero_stage: 1 needs a number of devices. parallel.fsdp=N cuts state"),
+        ("zero_stage: 3\n", "parallel.zero_stage=1 the optimizer's, 2 also summed gradients, 3 a"),
+        ("zero_stage: true\n", "zero_stage: takes 0, 1, 2 or 3; got true"),
+        ("zero_stage: 4\n", "zero_stage: takes 0, 1, 2 or 3; got 4"),
         ("use_flash_attn: false\n", "use_flash_attn: takes true; got false."),
         ("data_parallel_size: 0\n", "data_parallel_size: takes whole number >= 1; got 0"),
         ("data_parallel_size: 6\nexpert_parallel_size: 4\n", "which does not divide 6"),
@@ -260,7 +267,7 @@ def test_what_a_word_cannot_mean_here_is_refused_by_name(tmp_path, text, says):
 
 def test_a_refused_word_is_the_only_thing_said(tmp_path):
     """The batch that nobody can work out for another reason is not called missing as well."""
-    text = flat({**FLAT, "zero_stage": 1})
+    text = flat({**FLAT, "zero_stage": 4})
     message = refusal(tmp_path, text)
     assert message.startswith("x.yaml:16: zero_stage: ")
     assert "\n" not in message
@@ -289,10 +296,28 @@ def test_replicas_count_every_device_that_has_rows_of_its_own(tmp_path):
     assert (cfg.parallel.data, cfg.parallel.fsdp, cfg.parallel.expert) == (2, 2, 2)
 
 
-def test_stage_3_beside_a_number_of_devices_is_what_that_says(tmp_path):
-    loaded = trace(written(tmp_path, BASE + "zero_stage: 3\nparallel: {fsdp: 4}\n"))
+@pytest.mark.parametrize(
+    ("stage", "words", "expected"),
+    [
+        # A launcher counts every replica as a device that shares; stage 0 shares nothing.
+        (0, "data_parallel_size: 8\n", (0, 8, 1)),
+        (1, "data_parallel_size: 8\n", (1, 1, 8)),
+        (2, "data_parallel_size: 3\n", (2, 1, 3)),
+        (3, "data_parallel_size: 8\nexpert_parallel_size: 2\n", (3, 1, 4)),
+        # Beside a number of devices, that is what the state is cut over.
+        (2, "data_parallel_size: 8\nparallel: {fsdp: 4}\n", (2, 2, 4)),
+        (0, "data_parallel_size: 8\nparallel: {fsdp: 4}\n", (0, 2, 4)),
+    ],
+)
+def test_a_launchers_stage_cuts_over_its_replicas(tmp_path, stage, words, expected):
+    parallel = load(written(tmp_path, BASE + f"zero_stage: {stage}\n{words}")).parallel
+    assert (parallel.zero_stage, parallel.data, parallel.fsdp) == expected
+
+
+def test_a_stage_beside_a_number_of_devices_is_reported_with_it(tmp_path):
+    loaded = trace(written(tmp_path, BASE + "zero_stage: 2\nparallel: {fsdp: 4}\n"))
     assert (loaded.config.parallel.fsdp, loaded.config.parallel.data) == (4, "auto")
-    assert loaded.aliases == {"zero_stage": "parallel.fsdp=4"}
+    assert loaded.aliases == {"zero_stage": "parallel.zero_stage=2, parallel.fsdp=4"}
 
 
 def test_a_value_worked_out_knows_the_word_it_came_from(tmp_path):

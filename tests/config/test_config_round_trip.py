@@ -34,7 +34,7 @@ def test_a_saved_preset_loads_equal_and_saves_the_same_text(folder, preset):
     assert to_yaml(restored) == to_yaml(cfg)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     eps=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     seed=st.integers(0, 2**31 - 1),
@@ -47,7 +47,7 @@ def test_numbers_survive_to_the_last_bit(folder, eps, seed):
     assert restored == cfg
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.text(min_size=1), texts=st.lists(st.text(), min_size=1, max_size=3))
 def test_texts_survive_letter_by_letter(folder, text, texts):
     cfg = parse({**BASE, "runs_dir": text, "data": {"source": texts}})

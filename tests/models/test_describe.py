@@ -106,9 +106,19 @@ def test_an_array_that_belongs_nowhere_is_named():
         frame.bind({**params, "layers.mixer.keys.kernel": params["final_norm.scale"]}, buffers)
 
 
-def test_initial_weights_have_the_deviation_the_config_asks_for():
-    cfg = model_config("gqa", init_std=0.05)
-    params = arrays_of(build(cfg, seed=1)).params
+STD = 0.05
+
+
+def initial(seed):
+    return arrays_of(build(model_config("gqa", init_std=STD), seed=seed)).params
+
+
+@pytest.fixture(scope="module")
+def params():
+    return initial(1)
+
+
+def test_initial_weights_have_the_deviation_the_config_asks_for(params):
     for path, array in params.items():
         values = np.asarray(array)
         if path.endswith("scale"):
@@ -116,20 +126,18 @@ def test_initial_weights_have_the_deviation_the_config_asks_for():
             continue
         # The last matrix of a residual branch: scaled by the number of branches.
         branches = 2 * LAYERS if path.endswith(("out.kernel", "down.kernel")) else 1
-        np.testing.assert_allclose(values.std(), 0.05 / branches**0.5, rtol=0.06, err_msg=path)
+        np.testing.assert_allclose(values.std(), STD / branches**0.5, rtol=0.06, err_msg=path)
         assert abs(values.mean()) < 0.01, path
 
 
-def test_layers_of_a_stack_begin_with_different_weights():
-    kernel = arrays_of(build(model_config("gqa"), seed=1)).params["layers.ffn.up.kernel"]
+def test_layers_of_a_stack_begin_with_different_weights(params):
+    kernel = np.asarray(params["layers.ffn.up.kernel"])
     assert not np.allclose(kernel[0], kernel[1])
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
-    cfg = model_config("gqa")
-    first, again, other = (arrays_of(build(cfg, seed=s)).params for s in (1, 1, 2))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    assert not np.array_equal(first["embedding.table"], other["embedding.table"])
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(params):
+    jax.tree.map(np.testing.assert_array_equal, params, initial(1))
+    assert not np.array_equal(params["embedding.table"], initial(2)["embedding.table"])
 
 
 def test_a_path_is_its_parts_joined_by_dots():

@@ -40,10 +40,10 @@ def every_output(model, batch):
     """Logits of the next token, then those of every further depth."""
     row = model.row(batch.tokens, batch.positions, batch.segment_ids)
     hidden = model.hidden(batch.tokens, row)
-    outputs, stream = [model.logits(hidden.final)], hidden.stream
+    outputs, state = [model.logits(hidden.final)], hidden.final
     for i, module in enumerate(model.mtp):
-        stream, _ = module(stream, model.embedding(ahead_of(batch, i + 1).tokens), row)
-        outputs.append(model.logits(module.final_norm(stream)))
+        state, _ = module(state, model.embedding(ahead_of(batch, i + 1).tokens), row)
+        outputs.append(model.logits(state))
     return jnp.stack(outputs)
 
 

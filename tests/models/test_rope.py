@@ -48,6 +48,18 @@ def test_plain_frequencies_are_the_geometric_series():
     np.testing.assert_allclose(frequencies(PLAIN, 64), expected, rtol=1e-6)
 
 
+def test_linear_scaling_turns_a_position_as_far_as_a_nearer_one_without():
+    """Position interpolation (arXiv 2306.15595, equation 4): position p is p / factor."""
+    linear = RopeConfig(scaling="linear", factor=4.0)
+    expected = [10_000.0 ** (-2 * i / 64) / 4 for i in range(32)]
+    np.testing.assert_allclose(frequencies(linear, 64), expected, rtol=1e-6)
+    assert rotation_factor(linear) == softmax_factor(linear) == 1.0
+    far, near = jnp.array([[0, 4, 48, 400]]), jnp.array([[0, 1, 12, 100]])
+    np.testing.assert_allclose(
+        angles_of(far, frequencies(linear, 64)), angles_of(near, frequencies(PLAIN, 64)), rtol=1e-6
+    )
+
+
 def test_llama3_keeps_short_wavelengths_divides_long_ones_and_blends_between():
     plain = 500_000.0 ** -(np.arange(0, 128, 2) / 128)
     wavelengths = 2 * math.pi / plain

@@ -1,5 +1,7 @@
 """Where tokens go and with which weights, against published numbers and plain loops."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,15 +11,14 @@ from jax.test_util import check_grads
 
 from jaxfound.config.model import MoeConfig
 from jaxfound.models.execution import ONE_DEVICE
-from jaxfound.models.layers.router import (
-    Router,
-    allowed_experts,
-    load_stats,
-    route,
-    updated_bias,
-)
+from jaxfound.models.layers import router
+from jaxfound.models.layers.router import Router, allowed_experts, updated_bias
 from tests.models.published import DATA
 from tests.models.tiny import model_config
+
+# One program for each shape, not one for each of its operations.
+route = jax.jit(router.route, static_argnames="cfg")
+load_stats = jax.jit(router.load_stats, static_argnames="cfg")
 
 V3 = MoeConfig(num_experts=8, num_groups=4, top_groups=2, top_k=3, routed_scaling=2.5, expert_dim=8)
 ONE_TOKEN = [2, -1, 0.5, 0.25, 1.5, 1, -2, 0]
@@ -76,7 +77,7 @@ def test_the_bias_moves_the_choice_and_never_the_mix(published):
         routing = route(logits, bias, cfg=V3)
         return (routing.weights * jnp.arange(3.0)[None, None, :]).sum()
 
-    by_bias, by_logits = jax.grad(mixed, (0, 1))(jnp.asarray(published["bias"]), logits)
+    by_bias, by_logits = jax.jit(jax.grad(mixed, (0, 1)))(jnp.asarray(published["bias"]), logits)
     assert not by_bias.any()
     assert by_logits.any()
 
@@ -148,12 +149,14 @@ def test_padding_changes_neither_load_nor_its_gradient():
     logits = jnp.asarray(rng.normal(size=(2, 6, 8)), jnp.float32)
     real = jnp.arange(6)[None, :] < jnp.array([4, 6])[:, None]
 
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
     def balance(logits):
         stats = load_stats(route(logits, jnp.zeros(8), cfg=V3), real=real, cfg=V3)
         return stats.balance_loss, stats.expert_counts
 
-    (loss, counts), grads = jax.value_and_grad(balance, has_aux=True)(logits)
-    (other, others), _ = jax.value_and_grad(balance, has_aux=True)(logits.at[0, 4:].set(9.0))
+    (loss, counts), grads = balance(logits)
+    (other, others), _ = balance(logits.at[0, 4:].set(9.0))
     assert loss == other
     np.testing.assert_array_equal(counts, others)
     assert not grads[0, 4:].any()

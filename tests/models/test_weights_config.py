@@ -31,8 +31,15 @@ REFUSED = {
     "class and type disagree": (LLAMA_FILE, {"model_type": "qwen3"}, "model_type", "qwen3"),
     "two classes": (LLAMA_FILE, {"architectures": [LLAMA, V3]}, "architectures", V3),
     "no class": (LLAMA_FILE, {"architectures": None, "model_type": None}, "architectures", LLAMA),
-    "linear rope": (LLAMA_FILE, {"rope_scaling": {"type": "linear", "factor": 2.0}},
-                    "rope_scaling", "'linear' is not supported"),
+    "linear rope without its factor": (LLAMA_FILE, {"rope_scaling": {"type": "linear"}},
+                                       "rope_scaling: factor", "missing"),
+    "linear rope with another factor": (
+        LLAMA_FILE, {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.1}},
+        "rope_scaling", "attention_factor"),
+    "numbers without a rule": (LLAMA_FILE, {"rope_scaling": {"factor": 2.0}},
+                               "rope_scaling: factor", "without a rope_type"),
+    "dynamic rope": (LLAMA_FILE, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+                     "rope_scaling", "'dynamic' is not supported"),
     "dynamic rope, new spelling": (
         LLAMA_FILE, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5}},
         "rope_parameters", "'dynamic' is not supported"),
@@ -77,6 +84,12 @@ REFUSED = {
                              "quantization_config: quant_method", "'gptq'"),
     "fp8 without a block": (LLAMA_FILE, {"quantization_config": {"quant_method": "fp8"}},
                             "weight_block_size", "None"),
+    "fp8 with blocks of nothing": (
+        LLAMA_FILE, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+        "weight_block_size", "[0, 128] is not two"),
+    "fp8 with scales of activations": (
+        LLAMA_FILE, {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+        "activation_scheme", "'static'"),
     "another format": (LLAMA_FILE, {"torch_dtype": "int8"}, "torch_dtype", "'int8'"),
     "sparse attention": (DEEPSEEK_FILE, {"index_topk": 2048}, "index_topk", "2048"),
     "experts in every second layer": (DEEPSEEK_FILE, {"moe_layer_freq": 2}, "moe_layer_freq", "2"),
@@ -119,6 +132,22 @@ def test_what_a_file_leaves_out_is_what_its_class_means(tmp_path):
     assert read(v2, tmp_path).model.moe.scoring == "softmax"
 
 
+LINEAR = {
+    "old": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "new": {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 500_000}},
+    # What other rules ask for says nothing in this one.
+    "with a length": {
+        "rope_scaling": {"type": "linear", "factor": 2.0, "original_max_position_embeddings": 2048}
+    },
+}
+
+
+@pytest.mark.parametrize("changes", LINEAR.values(), ids=list(LINEAR))
+def test_linear_scaling_is_its_factor(tmp_path, changes):
+    rope = read(LLAMA_FILE | changes, tmp_path).model.rope
+    assert (rope.scaling, rope.factor, rope.theta) == ("linear", 2.0, 500_000)
+
+
 def test_a_model_without_experts_is_dense(tmp_path):
     for changes in ({"n_routed_experts": None}, {"first_k_dense_replace": 3}):
         assert read(DEEPSEEK_FILE | changes, tmp_path).model.ffn == "dense"
@@ -136,6 +165,7 @@ SPELLINGS = {
 }
 WRITTEN = {
     **{name: model_config(name) for name in MODELS},
+    "linear": model_config("gqa", rope={"scaling": "linear", "factor": 3.0}),
     "softmax": ModelConfig.model_validate({
         **SIZES, "mixer": "mla", "mla": LATENT, "rope": {"pairing": "interleaved"}, "ffn": "moe",
         "moe": {"num_experts": 8, "num_groups": 2, "top_groups": 1, "scoring": "softmax",

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -9,18 +10,33 @@ import pytest
 
 from jaxfound.models import describe
 from jaxfound.models.build import Arrays, Frame
-from jaxfound.models.weights import WeightsError, export_hub, load_weights, open_hub, origin_of
+from jaxfound.models.weights import (
+    WeightsError,
+    export_hub,
+    load_weights,
+    open_hub,
+    origin_of,
+    reformat_hub,
+)
 from jaxfound.models.weights.fp8 import quantize
-from jaxfound.models.weights.load import Reader
 from jaxfound.models.weights.writer import Planned, split
 from tests.models.published import (
     load_published,
     published,
+    read_config,
     read_folder,
+    tensor,
     with_mtp,
     with_redundant_head,
+    write_folder,
 )
-from tests.models.tiny import MODELS, forward, model_config, weights_of
+from tests.models.tiny import (
+    MODELS,
+    forward,
+    jit,
+    model_config,
+    weights_of,
+)
 
 SOURCES = {
     "deepseek": lambda: published("S02/ds_default"),
@@ -35,7 +51,9 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
-def test_every_array_goes_out_with_its_name_format_and_bytes(tmp_path, source):
+def test_every_array_goes_out_with_its_name_format_and_bytes(tmp_path, monkeypatch, source):
+    """In one stretch of rows after another, some of an array of several."""
+    monkeypatch.setattr("jaxfound.models.weights.export.STRETCH", 3000)
     hub = open_hub(source())
     origin = origin_of(hub.folder)
     out = tmp_path / "out"
@@ -77,6 +95,24 @@ def test_a_tied_head_is_written_once_and_the_flag_stays(tmp_path):
     assert open_hub(tmp_path / "out").model == hub.model
 
 
+def test_after_a_step_a_tied_models_head_is_still_its_embedding(tmp_path):
+    """Case S07: one table takes the gradients of both uses, and goes out once."""
+    hub = open_hub(published("S07/llama_tied"))
+    frame, (params, buffers) = Frame(hub.model), load_weights(hub)
+    tokens = jnp.asarray([[7, 2, 250, 31, 9]], jnp.int32)
+    loss = lambda params: -jax.nn.log_softmax(frame.bind(params, buffers)(tokens))[..., 3].sum()
+    moved = jax.tree.map(lambda p, g: p - 0.01 * g, params, jit(jax.grad(loss))(params))
+    table = np.asarray(moved["embedding.table"])
+    model = frame.bind(moved, buffers)
+    np.testing.assert_array_equal(model.head.matrix(model.embedding), table.T)
+    # As a head it moves for every id, as an embedding only for those that were read.
+    assert (table != np.asarray(params["embedding.table"])).any(axis=1).all()
+    export_hub(tmp_path / "out", hub.model, Arrays(moved, buffers), origin=origin_of(hub.folder))
+    written = read_folder(tmp_path / "out")
+    np.testing.assert_array_equal(written["model.embed_tokens.weight"].array, table)
+    assert "lm_head.weight" not in written
+
+
 @pytest.mark.parametrize("removed", ["rope_parameters", "rope_theta"])
 def test_logits_are_the_same_for_a_reader_of_one_spelling(tmp_path, removed):
     """Case S09: theta 500000 must not fall back to 10000."""
@@ -116,11 +152,11 @@ def test_formats_are_chosen_and_the_routers_bias_stays_float32(tmp_path):
     hub = open_hub(published("S02/ds_default"))
     export_hub(tmp_path / "out", hub.model, load_weights(hub), dtype="bfloat16")
     before, after = read_folder(published("S02/ds_default")), read_folder(tmp_path / "out")
-    for name, tensor in after.items():
+    for name, one in after.items():
         bias = name.endswith("e_score_correction_bias")
-        assert tensor.dtype == ("F32" if bias else "BF16")
-        rounded = before[name].array.astype(tensor.array.dtype)
-        np.testing.assert_array_equal(tensor.array, rounded, err_msg=name)
+        assert one.dtype == ("F32" if bias else "BF16")
+        rounded = before[name].array.astype(one.array.dtype)
+        np.testing.assert_array_equal(one.array, rounded, err_msg=name)
     assert open_hub(tmp_path / "out").config.dtype == "bfloat16"
 
 
@@ -167,12 +203,44 @@ def test_a_block_of_zeros_or_of_the_smallest_numbers_gives_finite_scales():
     assert not found.values.astype(np.float32).any()
 
 
-def test_weights_go_from_one_format_to_another_without_a_model_in_memory(tmp_path):
-    hub = open_hub(published("S06/ds_fp8"))
-    reader = Reader(hub)
-    export_hub(tmp_path / "out", hub.model, reader.whole, dtype="float32")
-    one, other = load_weights(hub).params, load_weights(tmp_path / "out").params
-    assert all(np.array_equal(a, other[path]) for path, a in one.items())
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        *(("deepseek in fp8", dtype) for dtype in ("stored", "float32", "bfloat16")),
+        *(("deepseek with mtp", dtype) for dtype in ("stored", "fp8")),
+    ],
+)
+def test_published_to_published_is_what_goes_through_a_model(tmp_path, monkeypatch, source, dtype):
+    """In stretches of one row of fp8 blocks, or of a few rows."""
+    monkeypatch.setattr("jaxfound.models.weights.reformat.STRETCH", 3000)
+    hub = open_hub(SOURCES[source]())
+    origin = origin_of(hub.folder)
+    export_hub(tmp_path / "through", hub.model, load_weights(hub), dtype=dtype, origin=origin)
+    reformat_hub(hub, tmp_path / "out", dtype=dtype)
+    assert read_folder(tmp_path / "out") == read_folder(tmp_path / "through")
+    config = (tmp_path / "out" / "config.json").read_text()
+    assert config == (tmp_path / "through" / "config.json").read_text()
+
+
+WAYS_OUT = {
+    "directly": lambda hub, out: reformat_hub(hub, out, dtype="float16"),
+    "through a model": lambda hub, out: export_hub(
+        out, hub.model, load_weights(hub), dtype="float16"
+    ),
+}
+
+
+@pytest.mark.parametrize("way_out", WAYS_OUT.values(), ids=list(WAYS_OUT))
+def test_a_number_too_large_for_a_format_is_refused_by_name(tmp_path, way_out):
+    tensors = read_folder(published("S09/llama_base"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    large = tensors[name].array.copy()
+    large[2, 3], large[4, 5] = -1e5, 7e4
+    tensors[name] = tensor(large)
+    hub = open_hub(write_folder(tmp_path / "large", read_config("S09/llama_base"), tensors))
+    with pytest.raises(WeightsError, match=rf"{name}: 2 of its elements.*F16, up to 100000"):
+        way_out(hub, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["large"]
 
 
 def test_a_folder_that_is_there_is_not_touched(tmp_path):
@@ -186,12 +254,12 @@ def test_a_folder_that_is_there_is_not_touched(tmp_path):
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
     hub = open_hub(published("S07/llama_tied"))
-    reader = Reader(hub)
+    arrays = load_weights(hub).params
 
     def broken(path):
         if path == "layers.ffn.up.kernel":
             raise OSError("the disk is gone")
-        return reader.whole(path)
+        return np.asarray(arrays[path])
 
     with pytest.raises(OSError, match="the disk is gone"):
         export_hub(tmp_path / "out", hub.model, broken)

@@ -158,6 +158,26 @@ def test_a_wrong_shape_is_refused_with_both_shapes_and_a_transpose_is_called_one
     assert f"{value} has shape [31, 64]; the config asks for [32, 64]" in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["S09/llama_base", "S02/ds_default"])
+def test_layers_beyond_the_configs_are_refused_unless_they_predict_further_tokens(tmp_path, name):
+    """A model cut short would load, and be wrong."""
+    config, tensors = read_config(name), read_folder(published(name))
+    config["num_hidden_layers"] -= 1
+    folder = write_folder(tmp_path / "short", config, tensors)
+    last = f"model.layers.{config['num_hidden_layers']}.input_layernorm.weight"
+    with pytest.raises(WeightsError, match=rf"not part of this model .*{last}"):
+        open_hub(folder)
+
+
+def test_a_config_of_another_model_is_told_in_a_few_lines(tmp_path):
+    config = read_config("S02/ds_default") | {"moe_intermediate_size": 40}
+    folder = write_folder(tmp_path / "other", config, read_folder(published("S02/ds_default")))
+    with pytest.raises(WeightsError, match=r"has shape .*; the config asks for") as refused:
+        open_hub(folder)
+    assert len(str(refused.value).splitlines()) == 10
+    assert str(refused.value).endswith("more like these")
+
+
 def test_an_array_that_is_not_known_is_refused_or_told(llama):
     config, tensors, folder = llama
     name = QUERY.replace("weight", "bias")
@@ -261,6 +281,6 @@ def test_only_the_rows_of_a_shard_are_read(monkeypatch):
     part = (slice(0, 2), slice(0, 8), slice(0, 64), slice(8, 16))
     found = Reader(hub).piece("layers.ffn.experts.gate", part, np.dtype(np.float32))
     assert sum(read) == found.nbytes == 2 * 8 * 64 * 8 * 4
-    whole = load_weights(hub, dtype="float32").params["layers.ffn.experts.gate"]
+    whole = load_weights(hub).params["layers.ffn.experts.gate"]
     np.testing.assert_array_equal(found, whole[part])
     assert Execution().rules.param_spec(("experts", "embed", "ffn"))[2] == "tensor"

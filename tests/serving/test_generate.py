@@ -5,24 +5,28 @@ import numpy as np
 import pytest
 
 from jaxfound.config import ConfigError
+from jaxfound.models.build import Frame
 from jaxfound.resources.checkpoint import CheckpointError
 from jaxfound.serving import Sampling, load_generator
 from jaxfound.training.run import run_directory
-from tests.training.tiny import DENSE, MOE, run, tiny
+from tests.models.tiny import forward, weights_of
+from tests.training.tiny import DENSE, MOE, tiny
+from tests.training.written import save_run
 
 GREEDY = Sampling(temperature=0.0)
+MODELS = {"dense": DENSE, "moe": MOE}
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
-def generator(request, tmp_path_factory):
-    cfg = tiny(
-        tmp_path_factory.mktemp("run"),
-        "train.steps=6",
-        "checkpoint.every=3",
-        model=DENSE if request.param == "dense" else MOE,
-    )
-    run(cfg)
-    return load_generator(run_directory(cfg).path)
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request, tmp_path_factory):
+    """The folder of a run with checkpoints of steps 3 and 6."""
+    cfg = tiny(tmp_path_factory.mktemp("run"), model=MODELS[request.param])
+    return save_run(cfg, weights_of(Frame(cfg.model)), steps=(3, 6))
+
+
+@pytest.fixture(scope="module")
+def generator(saved):
+    return load_generator(saved)
 
 
 def test_greedy_text_is_what_the_whole_row_gives_token_by_token(generator):
@@ -32,7 +36,7 @@ def test_greedy_text_is_what_the_whole_row_gives_token_by_token(generator):
     for token in found:
         # Length 24 for every step: one compiled program, and padding after the end is not seen.
         padded = jnp.asarray([row + [0] * (24 - len(row))])
-        assert token == int(np.argmax(model(padded)[0, len(row) - 1]))
+        assert token == int(np.argmax(forward(model, padded)[0, len(row) - 1]))
         row.append(token)
     assert found
 
@@ -73,9 +77,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path):
         load_generator(run_directory(cfg).path)
 
 
-def test_an_older_checkpoint_can_be_asked_for(tmp_path):
-    cfg = tiny(tmp_path, "train.steps=4", "checkpoint.every=2")
-    run(cfg)
-    assert load_generator(run_directory(cfg).path, step=2).step == 2
-    with pytest.raises(CheckpointError, match=r"no committed step 3 .*\[2, 4\]"):
-        load_generator(run_directory(cfg).path, step=3)
+def test_an_older_checkpoint_can_be_asked_for(saved):
+    assert load_generator(saved, step=3).step == 3
+    with pytest.raises(CheckpointError, match=r"no committed step 4 .*\[3, 6\]"):
+        load_generator(saved, step=4)

@@ -14,7 +14,7 @@ LOGITS = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
 def drawn(sampling, num=400, logits=LOGITS):
     keys = jax.random.split(jax.random.key(0), num)
     one = jax.vmap(lambda key: sample(logits, key, sampling=sampling)[0])
-    return np.asarray(one(keys))
+    return np.asarray(jax.jit(one)(keys))
 
 
 def test_zero_temperature_takes_the_most_likely_token():

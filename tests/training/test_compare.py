@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import jax
@@ -22,7 +23,7 @@ from jaxfound.training.gap import Gap, Tally, bootstrap, gap_of, name_of, summar
 from jaxfound.training.run import run_directory
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import batch_sharding
-from tests.models.tiny import forward
+from tests.models.tiny import forward, run_config
 from tests.training.written import (
     STEP,
     config,
@@ -62,13 +63,20 @@ def compared(cfg, *, devices=1, **asked):
     return compare(cfg, run_directory(cfg), devices=jax.devices()[:devices], **asked)
 
 
+@cache
+def judge_of(model, formats, chunk):
+    """What counts on one device, compiled once for each pair of formats."""
+    cfg = run_config(model)
+    plan = make_plan(cfg, 1, params=describe(model))
+    mesh = build_mesh(plan, devices=jax.devices()[:1])
+    frames = tuple(Frame(model, execution=Execution(precision=p)) for p in formats)
+    return make_judge(frames, chunk=chunk, mesh=mesh), batch_sharding(frames[0], mesh)
+
+
 def tallied(cfg, formats, sides, rows, *, chunk=5, size=8):
     """The sums of one device."""
-    plan = make_plan(cfg, 1, params=describe(cfg.model))
-    mesh = build_mesh(plan, devices=jax.devices()[:1])
-    frames = tuple(Frame(cfg.model, execution=Execution(precision=p)) for p in formats)
-    judge = make_judge(frames, chunk=chunk, mesh=mesh)
-    return measure(judge, sides, rows, size=size, sharding=batch_sharding(frames[0], mesh))
+    judge, sharding = judge_of(cfg.model, tuple(formats), chunk)
+    return measure(judge, sides, rows, size=size, sharding=sharding)
 
 
 THREE = ["short", "a document of more than sixteen letters, cut into windows", "middling text"]
@@ -107,35 +115,42 @@ def test_the_loss_is_numpys_and_that_of_training(written):
 
 
 def test_a_precision_beside_itself_differs_in_nothing(written):
-    cfg, _, _, texts = written
-    found = compared(cfg, precision=FLOAT32, versus=FLOAT32)
+    cfg, _, arrays, texts = written
+    rows = rows_of(texts, BYTES, edges=EDGES, seq_len=16)
+    tally = tallied(cfg, [FLOAT32] * 2, (arrays, arrays), rows)
+    found = summary(tally, rows, [FLOAT32] * 2, step=STEP, device="cpu")
     gap = found.gap
     assert (gap.loss_increase, gap.low, gap.high) == (0, 0, 0)
     assert (gap.agreement, gap.num_flips, gap.mean_kl, gap.max_kl) == (1, 0, 0, 0)
     assert gap.verdict(0.0) == "passed"
-    assert (found.a, found.step) == (found.b, STEP)
-    assert found.num_bytes == sum(t.num_bytes for t in texts)
-    assert found.num_tokens == found.num_bytes + len(texts)
+    assert found.a == found.b
 
 
-def test_bfloat16_is_near_float32_and_not_the_same(written):
+@pytest.fixture(scope="module")
+def near(written):
+    """bfloat16 beside float32 on one device."""
     cfg, *_ = written
-    found = compared(cfg, precision=FLOAT32, versus=BFLOAT16)
-    gap = found.gap
+    return compared(cfg, precision=FLOAT32, versus=BFLOAT16)
+
+
+def test_bfloat16_is_near_float32_and_not_the_same(written, near):
+    *_, texts = written
+    found, gap = near, near.gap
+    assert (found.step, found.num_bytes) == (STEP, sum(t.num_bytes for t in texts))
+    assert found.num_tokens == found.num_bytes + len(texts)
     assert 0 < abs(gap.loss_increase) < 0.05
     assert gap.loss_increase == pytest.approx(found.b.loss - found.a.loss, abs=1e-12)
     assert gap.low < gap.loss_increase < gap.high
     assert 0 < gap.mean_kl < gap.max_kl < 1
     assert gap.agreement > 0.9
-    assert compared(cfg, precision=FLOAT32, versus=BFLOAT16) == found
 
 
 @pytest.mark.multidevice
-def test_rows_split_over_a_mesh_give_the_same_numbers(written):
+def test_rows_split_over_a_mesh_give_the_same_numbers(written, near):
     cfg, *_ = written
     parallel = cfg.parallel.model_copy(update={"data": 2, "fsdp": 2, "tensor": 2})
     split = cfg.model_copy(update={"parallel": parallel})
-    one = compared(cfg, precision=FLOAT32, versus=BFLOAT16)
+    one = near
     many = compared(split, devices=8, precision=FLOAT32, versus=BFLOAT16)
     assert (many.num_tokens, many.num_pieces) == (one.num_tokens, one.num_pieces)
     assert many.a.loss == pytest.approx(one.a.loss, rel=1e-5)
@@ -167,6 +182,7 @@ def test_an_outlier_that_float32_never_reads_ruins_fp8_and_only_fp8(written):
 
     spoilt = with_outlier(arrays)
     assert gap(FLOAT32, arrays, spoilt).loss_increase == 0
+    assert gap(FP8, arrays, spoilt) == gap(FP8, arrays, spoilt)
     assert gap(BFLOAT16, arrays, spoilt).verdict(0.05) == "passed"
     assert gap(FP8, arrays, arrays).verdict(0.5) == "passed"
     assert gap(FP8, arrays, spoilt).verdict(0.5) == "worse"

@@ -120,8 +120,8 @@ def test_a_bad_step_stops_the_run_with_its_batch_and_the_state_saved(tmp_path):
     found = drive(tmp_path, "train.steps=9", bad={4})
     assert found.error is not None
     assert "step 4" in str(found.error)
-    batch = np.load(found.there.bad_batches / "step-4.npz")
-    assert (batch["tokens"] == 3).all()
+    with np.load(found.there.bad_batches / "step-4.npz") as batch:
+        assert (batch["tokens"] == 3).all()
     (step,) = found.saved
     # One more step was on its way; the bad one changed nothing.
     assert step == 5

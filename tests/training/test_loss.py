@@ -10,6 +10,7 @@ from jaxfound.config.model import ModelConfig
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.embedding import Head
 from jaxfound.training.loss import cross_entropy
+from tests.models.tiny import jit
 from tests.training.tiny import DENSE
 
 B, T, D, V = 2, 13, 16, 259
@@ -50,8 +51,9 @@ def test_chunks_give_the_same_loss_and_gradients(problem, chunk):
     def loss(x, matrix, size):
         return sums(problem, size, x=x, matrix=matrix).nats
 
-    whole = jax.value_and_grad(loss, argnums=(0, 1))(problem["x"], problem["matrix"], 0)
-    cut = jax.value_and_grad(loss, argnums=(0, 1))(problem["x"], problem["matrix"], chunk)
+    both = jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
+    whole = both(problem["x"], problem["matrix"], 0)
+    cut = both(problem["x"], problem["matrix"], chunk)
     for a, b in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -72,14 +74,13 @@ def test_targets_that_do_not_count_change_nothing(problem):
 
 def test_a_batch_without_a_target_gives_zero_and_no_nan(problem):
     none = jnp.zeros_like(problem["counted"])
-    value, grad = jax.value_and_grad(lambda x: sums(problem, 4, x=x, counted=none).nats)(
-        problem["x"]
-    )
+    loss = jit(jax.value_and_grad(lambda x: sums(problem, 4, x=x, counted=none).nats))
+    value, grad = loss(problem["x"])
     assert float(value) == 0
     assert not np.asarray(grad).any()
 
 
 def test_rows_that_pad_the_vocabulary_get_no_gradient(problem):
-    grad = jax.grad(lambda m: sums(problem, 4, matrix=m).nats)(problem["matrix"])
+    grad = jit(jax.grad(lambda m: sums(problem, 4, matrix=m).nats))(problem["matrix"])
     assert np.asarray(grad)[:, V:].max() == 0
     assert np.asarray(grad)[:, :V].any()

@@ -16,6 +16,7 @@ from jaxfound.models import describe
 from jaxfound.models.build import Frame
 from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
 from jaxfound.training import start
+from jaxfound.training.loop import Parts, save
 from jaxfound.training.muon import SCALES, matrices_of, newton_schulz
 from jaxfound.training.optimizer import make_optimizer
 from jaxfound.training.run import run_directory
@@ -25,6 +26,7 @@ from tests.training.tiny import MOE, of_kind, run, same, state_at, tiny
 
 # float32 against float64: an iteration triples small singular values, rounding included.
 FLOAT32 = 2e-5
+STEP = 3
 SHORT = ("optimizer.name=muon", "train.steps=8", "train.eval_batches=0")
 EXPERTS = {**MOE, "mtp_depth": 0, "num_dense_layers": 0, "num_layers": 1}
 
@@ -102,7 +104,7 @@ def test_the_first_step_is_the_librarys_muon_on_the_matrix_alone():
     assert apart(found["w"], -expected) < FLOAT32
 
 
-@pytest.mark.parametrize("model", ["gqa", "mla_moe_yarn"])
+@pytest.mark.parametrize("model", ["gqa", pytest.param("mla_moe_yarn", marks=pytest.mark.slow)])
 def test_embedding_head_and_norms_move_as_adamw_moves_them(model):
     table = describe(model_config(model))
     params = weights_of(Frame(model_config(model))).params
@@ -189,32 +191,52 @@ def test_a_parameter_that_is_no_stack_of_matrices_is_refused(dims, said):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """A run of MLA and experts that nobody stopped."""
-    cfg = tiny(tmp_path_factory.mktemp("straight"), *SHORT, model=EXPERTS)
-    return cfg, run(cfg)
+def saved(tmp_path_factory):
+    """A state of drawn numbers, in a checkpoint as the training loop writes it."""
+    cfg = tiny(tmp_path_factory.mktemp("saved"), "optimizer.name=muon", model=EXPERTS)
+    ready = start(cfg, devices=jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.uniform(1, 9, leaf.shape), leaf.dtype),
+        abstract_train_state(ready.frame, ready.tx, mesh=ready.mesh),
+    )
+    with CheckpointManager(ready.directory.checkpoints, keep=0, mode="sync") as checkpoints:
+        nothing = {"step": lambda *_: None, "batches": iter(()), "evaluate": None}
+        parts = Parts(**nothing, checkpoints=checkpoints, host_batch=lambda step: None)
+        assert [e.kind for e in save(state, parts, step=STEP, cfg=cfg)] == ["checkpoint"]
+    return cfg, state
 
 
-def test_a_resumed_run_is_bit_equal_momentum_included(straight, tmp_path):
-    whole, events = straight
-    cfg = tiny(tmp_path, *SHORT, f"data.prepared_dir={whole.data.prepared_dir}", model=EXPERTS)
+def test_what_a_checkpoint_holds_comes_back_bit_by_bit_momentum_included(saved):
+    cfg, state = saved
+    leaves = jax.tree_util.tree_leaves_with_path(state._asdict())
+    before = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    assert same(state_at(cfg, STEP), before)
+    assert sum("trace" in name for name in before) > 5
+
+
+def test_the_manifest_names_the_optimizer_and_holds_its_state(saved):
+    cfg, _ = saved
+    with CheckpointManager(run_directory(cfg).checkpoints, keep=0) as checkpoints:
+        manifest = checkpoints.manifest(STEP)
+    assert manifest.metadata["optimizer"] == "muon"
+    held = [leaf.path[-1] for leaf in manifest.leaves if leaf.path[0] == "optimizer"]
+    for row in describe(cfg.model):
+        expected = 0 if row.kind == "buffer" else 1 if matrices_of(row) else 2
+        assert held.count(row.path) == expected, row.path
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_bit_equal_momentum_included(tmp_path):
+    whole = tiny(tmp_path, "name=whole", *SHORT, model=EXPERTS)
+    cfg = tiny(tmp_path, *SHORT, model=EXPERTS)
+    events = run(whole)
     losses = of_kind(run(cfg, stop_after=3), "train", "loss") + of_kind(run(cfg), "train", "loss")
     assert losses == of_kind(events, "train", "loss")
     resumed = state_at(cfg, 8)
     assert same(resumed, state_at(whole, 8))
     assert any("trace" in name and (a != 0).any() for name, a in resumed.items())
     assert any("router.bias" in name and (a != 0).any() for name, a in resumed.items())
-
-
-def test_the_manifest_names_the_optimizer_and_holds_its_state(straight):
-    cfg, _ = straight
-    with CheckpointManager(run_directory(cfg).checkpoints, keep=0) as checkpoints:
-        manifest = checkpoints.manifest(8)
-    assert manifest.metadata["optimizer"] == "muon"
-    held = [leaf.path[-1] for leaf in manifest.leaves if leaf.path[0] == "optimizer"]
-    for row in describe(cfg.model):
-        expected = 0 if row.kind == "buffer" else 1 if matrices_of(row) else 2
-        assert held.count(row.path) == expected, row.path
 
 
 @pytest.mark.parametrize(("first", "then"), [("adamw", "muon"), ("muon", "adamw")])
@@ -225,8 +247,8 @@ def test_going_on_with_another_update_rule_is_refused(tmp_path, first, then):
         run(tiny(tmp_path, f"optimizer.name={then}"))
 
 
-def test_a_checkpoint_of_another_update_rule_is_refused_when_its_config_is_lost(straight):
-    cfg, _ = straight
+def test_a_checkpoint_of_another_update_rule_is_refused_when_its_config_is_lost(saved):
+    cfg, _ = saved
     ready = start(cfg)
     other = make_optimizer(cfg.optimizer.model_copy(update={"name": "adamw"}), ready.table)
     like = abstract_train_state(ready.frame, other, mesh=ready.mesh)
@@ -236,7 +258,7 @@ def test_a_checkpoint_of_another_update_rule_is_refused_when_its_config_is_lost(
             CheckpointError, match=r"only in the checkpoint .*optimizer\.0\.inner_states"
         ),
     ):
-        checkpoints.restore(8, like=like._asdict())
+        checkpoints.restore(STEP, like=like._asdict())
 
 
 @pytest.mark.slow

@@ -10,15 +10,15 @@ import pytest
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.config.train import OptimizerConfig
-from jaxfound.models import build, describe
-from jaxfound.models.build import arrays_of
+from jaxfound.models import describe
+from jaxfound.models.build import Frame
 from jaxfound.training.optimizer import RULES, decayed, make_optimizer, make_schedule
+from tests.models.tiny import jit, weights_of
 from tests.training.tiny import DENSE, MOE, tiny
 
 
 def rates(cfg, steps):
-    schedule = make_schedule(cfg)
-    return [float(schedule(jnp.asarray(n))) for n in range(steps)]
+    return jax.vmap(make_schedule(cfg))(jnp.arange(steps)).tolist()
 
 
 def test_warm_up_is_linear_and_reaches_the_peak_with_its_last_step(tmp_path):
@@ -51,13 +51,18 @@ def test_decay_shrinks_every_matrix_and_leaves_everything_else_to_the_bit(tmp_pa
     cfg = tiny(tmp_path, "optimizer.weight_decay=0.5", f"optimizer.name={name}", model=model)
     table = describe(cfg.model)
     tx = make_optimizer(cfg.optimizer, table)
-    arrays = arrays_of(build(cfg.model))
-    zeros = jax.tree.map(jnp.zeros_like, arrays.params)
-    moves, _ = tx.update(zeros, tx.init(arrays.params), arrays.params)
-    after = jax.tree.map(lambda p, m: p - 0.1 * m, arrays.params, moves)
-    norms = [path for path in arrays.params if path.endswith("scale")]
+    params = weights_of(Frame(cfg.model)).params
+
+    @jit
+    def after_zeros(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        moves, _ = tx.update(zeros, tx.init(params), params)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moves)
+
+    after = after_zeros(params)
+    norms = [path for path in params if path.endswith("scale")]
     assert norms
-    for path, before in arrays.params.items():
+    for path, before in params.items():
         if path in norms:
             assert np.array_equal(after[path], before)
         else:

@@ -63,11 +63,12 @@ def write_texts(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def save_run(cfg: RunConfig, arrays: Arrays) -> Path:
-    """The folder of a run whose newest checkpoint holds these weights."""
+def save_run(cfg: RunConfig, arrays: Arrays, *, steps: tuple[int, ...] = (STEP,)) -> Path:
+    """The folder of a run whose checkpoints, of these steps, all hold these weights."""
     there = run_directory(cfg)
     save(cfg, there.config)
     here = jax.tree.map(jnp.asarray, arrays._asdict())
-    with CheckpointManager(there.checkpoints, mode="sync") as checkpoints:
-        checkpoints.save(STEP, here, {})
+    with CheckpointManager(there.checkpoints, keep=0, mode="sync") as checkpoints:
+        for step in steps:
+            checkpoints.save(step, here, {})
     return there.path

@@ -13,6 +13,8 @@ from jaxfound.models.weights.layout import FP8, WEIGHTS
 from jaxfound.models.weights.rows import Entry, copies
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# A multi-token-prediction layer has it, and no other.
+JOIN = "eh_proj.weight"
 LAYER = re.compile(r"^model\.layers\.(?P<layer>\d+)\.")
 # Names that old exporters wrote and nobody reads.
 USELESS = (
@@ -64,17 +66,24 @@ def check_tensors(
     if cfg.tie_embeddings and HEAD in folder.tensors:
         repeated[HEAD] = TABLE
     faults = _missing(folder, cfg, shapes)
-    for name, shape in {**shapes, **{n: shapes[of] for n, of in repeated.items()}}.items():
-        if name in folder.tensors:
-            faults += _wrong(folder, name, shape, fp8_block=fp8_block)
+    wrong = [
+        fault
+        for name, shape in {**shapes, **{n: shapes[of] for n, of in repeated.items()}}.items()
+        if name in folder.tensors
+        for fault in _wrong(folder, name, shape, fp8_block=fp8_block)
+    ]
+    # A config of another model is wrong of every array.
+    faults += wrong[:MAX_NAMED]
+    if len(wrong) > MAX_NAMED:
+        faults.append(f"… and {len(wrong) - MAX_NAMED} more like these")
     scales = {name + SCALE for name in shapes if _is_fp8(folder, name)}
     rest = [n for n in folder.tensors if n not in shapes and n not in repeated and n not in scales]
-    unused = [Unused(name, _reason(name, cfg)) for name in rest]
+    unused = [Unused(name, _reason(name, cfg, folder)) for name in rest]
     unknown = [one.name for one in unused if not one.why]
     if unknown and not allow_unused:
         faults.append(
             f"not part of this model ({len(unknown)}): {listed(unknown)}. A model that has them "
-            "computes something else; if they do not matter, allow unused arrays"
+            "computes something else; if they do not matter, leave them with allow_unused"
         )
     if faults:
         raise WeightsError(
@@ -143,13 +152,16 @@ def _is_fp8(folder: HubFolder, name: str) -> bool:
     return name in folder.tensors and folder.tensors[name].dtype in FP8
 
 
-def _reason(name: str, cfg: ModelConfig) -> str:
+def _reason(name: str, cfg: ModelConfig, folder: HubFolder) -> str:
     """Return why an array may be left, empty when nobody knows."""
     for pattern, why in USELESS:
         if pattern.search(name):
             return why
     layer = _layer_of(name)
-    if layer is not None and layer >= cfg.num_layers + cfg.mtp_depth:
+    if layer is None or layer < cfg.num_layers + cfg.mtp_depth:
+        return ""
+    # Without what joins it to the layers before, it is one more of those.
+    if f"model.layers.{layer}.{JOIN}" in folder.tensors:
         return f"multi-token prediction beyond mtp_depth={cfg.mtp_depth}"
     return ""
 

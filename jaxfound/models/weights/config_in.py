@@ -229,13 +229,15 @@ def _fp8_block(keys: Keys) -> tuple[int, int] | None:
     section = Keys(cast(Json, value), place=f"{keys.place}: quantization_config")
     section.word("quant_method", ("fp8",), default="none given")
     section.word("fmt", ("e4m3",), default="e4m3")
+    section.must_be("activation_scheme", ("dynamic",), "activations have no scale in the file")
     block = section.raw("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int for n in block)):
+    sizes = cast(list[object], block) if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
         raise WeightsError(
-            f"{section.place}: weight_block_size={block!r} is not two whole numbers; without it "
-            "nobody knows which elements a scale belongs to"
+            f"{section.place}: weight_block_size={block!r} is not two whole numbers >= 1; without "
+            "it nobody knows which elements a scale belongs to"
         )
-    return cast(int, block[0]), cast(int, block[1])
+    return cast(int, sizes[0]), cast(int, sizes[1])
 
 
 def _old_dtype(keys: Keys) -> str:

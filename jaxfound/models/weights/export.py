@@ -1,33 +1,39 @@
 """A model's arrays as published weights: the same names, formats and numbers that came in."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.build import Arrays, describe
-from jaxfound.models.weights.config_in import FORMATS
-from jaxfound.models.weights.config_out import write_config
 from jaxfound.models.weights.errors import WeightsError, listed
 from jaxfound.models.weights.folder import CONFIG
-from jaxfound.models.weights.fp8 import SCALE, quantize, scale_shape
-from jaxfound.models.weights.layout import DTYPES, FP8
+from jaxfound.models.weights.fp8 import SCALE, quantize
+from jaxfound.models.weights.layout import FP8
 from jaxfound.models.weights.origin import Origin
-from jaxfound.models.weights.rows import Entry, copies, entries, has_no_row
-from jaxfound.models.weights.writer import ArrayWriter, NewFolder, Planned, write_json
-
-log = logging.getLogger(__name__)
+from jaxfound.models.weights.outgoing import ExportFormat, Outgoing, rounded
+from jaxfound.models.weights.rows import Entry, entries, has_no_row
+from jaxfound.models.weights.writer import ArrayWriter, NewFolder, write_json
 
 GB = 1_000_000_000
-BLOCK = (128, 128)
-# Small enough to matter nothing, and rounding it moves tokens to other experts.
-ROUTER_BIAS = "e_score_correction_bias"
-ExportFormat = Literal["stored", "float32", "bfloat16", "float16", "fp8"]
-# Returns one array of ours by path, whole and in host memory.
-ReadLeaf = Callable[[str], np.ndarray]
+# Elements that are turned round and rounded together: a whole array beside itself is too much.
+STRETCH = 1 << 19
+
+
+@runtime_checkable
+class Leaf(Protocol):
+    """One array of ours, in host memory or read in parts."""
+
+    def __getitem__(self, index: tuple[int | slice, ...], /) -> np.ndarray:
+        """Return the part at `index`."""
+        ...
+
+
+# Returns one array of ours by path.
+ReadLeaf = Callable[[str], Leaf]
 
 
 def export_hub(
@@ -45,8 +51,8 @@ def export_hub(
     Args:
         out: a folder that does not exist yet; it appears when it is complete.
         model: what the weights are of.
-        source: the arrays, or what reads one by path, called once for each: then no more than one
-            of them, and those that share published arrays with it, is in memory.
+        source: the arrays, or what gives one by path, called once for each: then no more than one
+            of them, and those that share published arrays with it, is held.
         dtype: `stored` keeps the formats of `origin`, float32 for arrays it does not know. The
             router's bias is always float32; `fp8` stores what is no linear layer's in bfloat16.
         origin: what is known of the folder that the weights came from.
@@ -60,13 +66,8 @@ def export_hub(
     read = _reader(source) if isinstance(source, Arrays) else source
     table = describe(model)
     wanted = entries(model, table)
-    plan = _Plan(wanted, copies(model), dtype=dtype, origin=origin)
-    config = write_config(
-        model,
-        dtype=plan.torch_dtype,
-        fp8_block=plan.block if plan.has_fp8 else None,
-        kept=origin.config,
-    )
+    plan = Outgoing(model, wanted, dtype=dtype, origin=origin)
+    config = plan.config()
     lost = [spec.path for spec in table if has_no_row(spec, model)]
     with NewFolder(Path(out)) as folder:
         with ArrayWriter(folder, plan.arrays, max_shard_bytes=max_shard_bytes) as writer:
@@ -97,89 +98,51 @@ def together(wanted: Iterable[Entry]) -> Iterator[list[Entry]]:
     yield from groups.values()
 
 
-class _Plan:
-    """Which arrays are written, in which format."""
-
-    def __init__(
-        self,
-        wanted: list[Entry],
-        repeated: dict[str, str],
-        *,
-        dtype: ExportFormat,
-        origin: Origin,
-    ) -> None:
-        self.origin = origin
-        self.copies: dict[str, list[str]] = {}
-        for name, of in repeated.items():
-            self.copies.setdefault(of, []).append(name)
-        config = origin.config.get("quantization_config")
-        block = config.get("weight_block_size") if isinstance(config, dict) else None
-        self.block: tuple[int, int] = tuple(block) if isinstance(block, list) else BLOCK
-        self._dtype = dtype
-        self.arrays: list[Planned] = []
-        for entry in {e.hub: e for e in wanted}.values():
-            self._add(entry)
-        self.formats = {p.name: p.dtype for p in self.arrays}
-        self.has_fp8 = any(p.dtype in FP8 for p in self.arrays)
-
-    @property
-    def torch_dtype(self) -> str:
-        """The format that config.json names: that of most elements, bfloat16 beside fp8."""
-        if self.has_fp8:
-            return "bfloat16"
-        sizes: dict[str, int] = {}
-        for planned in self.arrays:
-            sizes[planned.dtype] = sizes.get(planned.dtype, 0) + planned.num_bytes
-        most = max(sizes, key=lambda name: sizes[name])
-        return next((torch for torch, name in FORMATS.items() if name == most), "float32")
-
-    def _add(self, entry: Entry) -> None:
-        dtype = self._format(entry)
-        self.arrays.append(Planned(entry.hub, dtype, entry.shape))
-        if dtype in FP8:
-            shape = scale_shape(entry.shape, self.block)
-            self.arrays.append(Planned(entry.hub + SCALE, "F32", shape))
-        # Beside the array that they repeat: in its format, and only where the model has them.
-        self.arrays += [Planned(n, dtype, entry.shape) for n in self.copies.get(entry.hub, ())]
-
-    def _format(self, entry: Entry) -> str:
-        if self._dtype == "stored":
-            return self.origin.formats.get(entry.hub, "F32")
-        if entry.hub.endswith(ROUTER_BIAS):
-            return "F32"
-        if self._dtype == "fp8":
-            return "F8_E4M3" if entry.row.is_quantized else "BF16"
-        return FORMATS[self._dtype]
-
-
-def _write_group(group: list[Entry], read: ReadLeaf, writer: ArrayWriter, plan: _Plan) -> None:
+def _write_group(group: list[Entry], read: ReadLeaf, writer: ArrayWriter, plan: Outgoing) -> None:
     """Write all published arrays that a group of our arrays fills."""
     leaves = {path: read(path) for path in dict.fromkeys(e.path for e in group)}
     by_hub: dict[str, list[Entry]] = {}
     for entry in group:
         by_hub.setdefault(entry.hub, []).append(entry)
     for name, parts in by_hub.items():
-        tensor = np.empty(parts[0].shape, leaves[parts[0].path].dtype)
-        for part in parts:
-            view = part.view(tensor)
-            leaf = leaves[part.path][part.at]
-            view[...] = leaf[tuple(slice(0, n) for n in view.shape)]
-        _write(name, tensor, writer, plan)
+        if plan.formats[name] in FP8:
+            # Its blocks may be cut anywhere by ours: a matrix at a time.
+            tensor = np.empty(parts[0].shape, np.float32)
+            for part in parts:
+                part.view(tensor)[...] = leaves[part.path][part.at]
+            _write_fp8(name, tensor, writer, plan)
+        elif parts[0].has_whole_rows:
+            for part in parts:
+                _write_rows([part], leaves, writer, plan)
+        else:
+            _write_rows(parts, leaves, writer, plan)
 
 
-def _write(name: str, tensor: np.ndarray, writer: ArrayWriter, plan: _Plan) -> None:
-    """Write one published array in its format, with its scale and its copies."""
+def _write_rows(
+    parts: list[Entry], leaves: dict[str, Leaf], writer: ArrayWriter, plan: Outgoing
+) -> None:
+    """Write the published rows that `parts` fill together, a stretch at a time."""
+    name = parts[0].hub
     dtype = plan.formats[name]
-    if dtype in FP8:
-        scale = plan.origin.scales.get(name + SCALE)
-        earlier = None if scale is None else scale.read().astype(np.float32)
-        found = quantize(tensor.astype(np.float32), block=plan.block, earlier=earlier)
-        writer.write(name, found.values)
-        writer.write(name + SCALE, found.scale)
-        return
-    cast = tensor.astype(DTYPES[dtype])
-    for one in (name, *plan.copies.get(name, ())):
-        writer.write(one, cast)
+    stretches = (part.stretches(STRETCH) for part in parts)
+    for wanted in zip(*stretches, strict=True):
+        cut = [part.rows(index) for part, index in zip(parts, wanted, strict=True)]
+        _, start, stop, _ = cut[0]
+        rows = np.empty((stop - start, *parts[0].shape[1:]), np.float32)
+        for part, (of, *_), index in zip(parts, cut, wanted, strict=True):
+            of.view(rows)[...] = leaves[part.path][(*part.at, *index)]
+        found = rounded(rows, dtype, name=name)
+        for one in (name, *plan.copies.get(name, ())):
+            writer.write(one, found, start=start)
+
+
+def _write_fp8(name: str, tensor: np.ndarray, writer: ArrayWriter, plan: Outgoing) -> None:
+    """Write one published matrix in fp8 with its scales."""
+    scale = plan.origin.scales.get(name + SCALE)
+    earlier = None if scale is None else scale.read().astype(np.float32)
+    found = quantize(tensor, block=plan.block, earlier=earlier)
+    writer.write(name, found.values)
+    writer.write(name + SCALE, found.scale)
 
 
 def _reader(arrays: Arrays) -> ReadLeaf:
@@ -193,14 +156,25 @@ def _reader(arrays: Arrays) -> ReadLeaf:
                 f"{path} has shards on devices of other processes: export from a checkpoint, in "
                 "one process"
             )
-        return np.asarray(array)
+        return whole(array)
 
     return read
 
 
+def whole(array: jax.Array) -> np.ndarray:
+    """Return an array of this process's devices in host memory; JAX itself would keep the copy."""
+    if len(array.sharding.device_set) == 1:
+        return np.asarray(array)
+    out = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            out[shard.index] = np.asarray(shard.data)
+    return out
+
+
 def _refuse_lost(paths: list[str], read: ReadLeaf) -> None:
     """Refuse numbers that the published class has no place for."""
-    lost = [path for path in paths if np.any(read(path))]
+    lost = [path for path in paths if np.any(read(path)[()])]
     if lost:
         raise WeightsError(
             f"{listed(lost)} is not zero, and a router with softmax scores has no such array"

@@ -63,9 +63,14 @@ class Stored:
     offset: int
 
     @property
+    def num_elements(self) -> int:
+        """Elements of the array."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the array."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return self.num_elements * DTYPES[self.dtype].itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the rows from `start` to `stop` of the first dim, the whole array by default.

@@ -153,7 +153,6 @@ class Reader:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._entries = by_path(hub.entries)
-        self._shapes = {spec.path: spec.shape for spec in hub.table}
         self._bad: dict[str, int] = {}
 
     def leaf(self, path: str, shape: Sequence[int], dtype: np.dtype, place: Sharding) -> jax.Array:
@@ -170,10 +169,21 @@ class Reader:
             pieces += [jax.device_put(piece, device) for device in devices if keys[device] == key]
         return jax.make_array_from_single_device_arrays(shape, place, pieces)
 
-    def whole(self, path: str) -> np.ndarray:
-        """Return one array of ours in host memory, float32; what `export_hub` reads."""
-        index = tuple(slice(0, n) for n in self._shapes[path])
-        return self.piece(path, index, np.dtype(np.float32))
+    def stored(self, name: str) -> Stored:
+        """Return where a published array is."""
+        return self._hub.folder.tensors[name]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return rows of a published array, dequantised when it is in fp8."""
+        found = self._read(name, start, stop)
+        self._count_bad(name, found)
+        return found
+
+    def raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return rows of a published array as they are stored."""
+        found = self.stored(name).read(start, stop)
+        self._count_bad(name, found)
+        return found
 
     def piece(self, path: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """Return the part of one array of ours that `index` cuts out, in host memory."""
@@ -225,9 +235,12 @@ class Reader:
         view = part.view(self._read(entry.hub, start, stop))[inside]
         target = out[tuple(slice(0, n) for n in view.shape)]
         target[...] = view
-        bad = _count_not_finite(target)
+        self._count_bad(entry.hub, target)
+
+    def _count_bad(self, name: str, x: np.ndarray) -> None:
+        bad = _count_not_finite(x)
         if bad:
-            self._bad[entry.hub] = self._bad.get(entry.hub, 0) + bad
+            self._bad[name] = self._bad.get(name, 0) + bad
 
     def _read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return rows of a published array, dequantised when it is in fp8."""

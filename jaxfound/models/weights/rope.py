@@ -17,10 +17,11 @@ from jaxfound.models.weights.keys import Keys
 # What a file means that names no base.
 DEFAULT_THETA = 10_000.0
 # Their name for a rule, ours.
-RULES = {"default": "none", "llama3": "llama3", "yarn": "yarn"}
+RULES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 # Our key, theirs, for the numbers of each rule.
 NUMBERS: dict[str, tuple[tuple[str, str], ...]] = {
     "none": (),
+    "linear": (("factor", "factor"),),
     "llama3": (
         ("factor", "factor"),
         ("low_freq_factor", "low_freq_factor"),
@@ -36,6 +37,10 @@ NUMBERS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 ORIGINAL = "original_max_position_embeddings"
+# Rules that ask for it; in a file of another rule it says nothing.
+FROM_ORIGINAL = ("llama3", "yarn")
+# Numbers of some rule: without influence where that rule is not in force.
+NEUTRAL = frozenset({ORIGINAL, *(theirs for rows in NUMBERS.values() for _, theirs in rows)})
 
 
 class ReadRope(NamedTuple):
@@ -96,31 +101,43 @@ def _theta(thetas: Mapping[str, object], *, place: str) -> tuple[float, str]:
     return values.pop(), ""
 
 
-def _read_rule(section: Keys) -> Json:
-    """Return our keys of one spelling's rule, the base apart."""
+def _kind(section: Keys) -> str:
+    """Return their name of a section's rule, a key of RULES."""
     names = {key: section.raw(key) for key in ("rope_type", "type")}
     given = {str(name) for name in names.values() if name is not None}
     if len(given) > 1:
         raise WeightsError(f"{section.place}: rope_type and type disagree: {sorted(given)}")
+    numbers = [key for key in sorted(NEUTRAL) if key in section]
+    if not given and numbers:
+        raise WeightsError(
+            f"{section.place}: {', '.join(numbers)} without a rope_type, which says what to "
+            f"do with it; known types are {', '.join(RULES)}"
+        )
     kind = given.pop() if given else "default"
     if kind not in RULES:
         raise WeightsError(
             f"{section.place}: rope type {kind!r} is not supported; known are {', '.join(RULES)}"
         )
+    return kind
+
+
+def _read_rule(section: Keys) -> Json:
+    """Return our keys of one spelling's rule, the base apart."""
+    kind = _kind(section)
     rule = RULES[kind]
     values: Json = {"scaling": rule}
     for ours, theirs in NUMBERS[rule]:
         if theirs in NEEDED or theirs in section:
             values[ours] = section.take(theirs, float)
         section.raw(theirs)
-    if rule != "none":
+    section.raw(ORIGINAL)
+    if rule in FROM_ORIGINAL:
         values["original_max_positions"] = section.take(ORIGINAL, int)
     if rule == "yarn":
         _check_yarn(section, values)
     section.must_be("partial_rotary_factor", (1, 1.0), "all channels rotate")
-    # Numbers of a rule that is not in force say nothing; unknown ones might.
-    neutral = {ORIGINAL, *(t for rows in NUMBERS.values() for _, t in rows)}
-    strange = [key for key in section.unread() if rule != "none" or key not in neutral]
+    # Numbers of another rule say nothing where none is in force; unknown ones might.
+    strange = [key for key in section.unread() if rule != "none" or key not in NEUTRAL]
     if strange:
         raise WeightsError(
             f"{section.place}: {', '.join(strange)}: not known for rope type {kind!r}, and it "
@@ -159,7 +176,8 @@ def write_rope(rope: RopeConfig) -> Json:
         rule: Json = {}
     else:
         rule = {theirs: getattr(rope, ours) for ours, theirs in NUMBERS[rope.scaling]}
-        rule[ORIGINAL] = rope.original_max_positions
+        if rope.scaling in FROM_ORIGINAL:
+            rule[ORIGINAL] = rope.original_max_positions
     if rope.scaling == "yarn" and not rope.mscale_all_dim:
         if rope.mscale != 1.0:
             raise WeightsError(

@@ -162,6 +162,28 @@ class Entry(NamedTuple):
         return part, (skipped + start) * per_row, (skipped + stop) * per_row, inside
 
     @property
+    def has_whole_rows(self) -> bool:
+        """True when no other array of ours has a part of the same published rows."""
+        return not self._cut_letter or self._cut_letter == self.row.hub_dims[0]
+
+    def stretches(self, max_elements: int) -> Iterator[tuple[slice, ...]]:
+        """Yield slices of our dims that together are all of it, by stretches of published rows.
+
+        Args:
+            max_elements: of the published rows of one stretch; one row may have more.
+        """
+        letter = self.row.hub_dims[0]
+        size, dims = self.sizes[letter], self.row.our_dims.split()
+        stored = self._stored_sizes()
+        one = math.prod(self.shape) // stored[letter]
+        step = max(max_elements // max(one, 1), 1)
+        for start in range(0, size, step):
+            yield tuple(
+                slice(start, min(start + step, size)) if d == letter else slice(0, self.sizes[d])
+                for d in dims
+            )
+
+    @property
     def _cut_letter(self) -> str:
         return self.row.hub_dims.split()[0][-1] if self.before or self.after else ""
 

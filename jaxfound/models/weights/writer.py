@@ -34,6 +34,11 @@ class Planned(NamedTuple):
         """Bytes of the array."""
         return Stored(Path(), self.dtype, self.shape, 0).num_bytes
 
+    @property
+    def num_rows(self) -> int:
+        """Size of the first dim."""
+        return self.shape[0]
+
 
 class NewFolder:
     """A folder that appears under its name when it is complete, and not before.
@@ -69,7 +74,7 @@ class NewFolder:
 
 
 class ArrayWriter:
-    """Writes arrays into the files of one folder, in any order, each exactly once.
+    """Writes arrays into the files of one folder, in any order, every row exactly once.
 
     Args:
         folder: an empty folder.
@@ -83,6 +88,7 @@ class ArrayWriter:
         self._folder = folder
         self._opened = ExitStack()
         self._places: dict[str, tuple[int, int, Planned]] = {}
+        self._missing_rows = {p.name: p.num_rows for p in planned}
         self._shards = split(planned, max_shard_bytes=max_shard_bytes)
         names = [SINGLE] if len(self._shards) == 1 else [
             SHARD.format(i, len(self._shards)) for i in range(1, len(self._shards) + 1)
@@ -102,18 +108,27 @@ class ArrayWriter:
     ) -> None:
         self._opened.close()
         if error is None:
-            assert not self._places, f"never written: {sorted(self._places)[:8]}"
+            missing = {name: rows for name, rows in self._missing_rows.items() if rows}
+            assert not missing, f"rows never written, or twice: {dict(list(missing.items())[:8])}"
             self._write_index()
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Write one array; its format and shape are the planned ones."""
-        file, offset, planned = self._places.pop(name)
-        assert array.shape == planned.shape, (name, array.shape, planned)
-        assert array.dtype == DTYPES[planned.dtype], (name, array.dtype, planned)
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    def write(self, name: str, rows: np.ndarray, *, start: int = 0) -> None:
+        """Write the rows of one array from `start` on; format and other dims are the planned ones.
+
+        Args:
+            name: of the array.
+            rows: all of them by default.
+            start: the first row.
+        """
+        file, offset, planned = self._places[name]
+        assert rows.shape[1:] == planned.shape[1:], (name, rows.shape, planned)
+        assert rows.dtype == DTYPES[planned.dtype], (name, rows.dtype, planned)
+        self._missing_rows[name] -= len(rows)
+        data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        position = offset + start * (planned.num_bytes // max(planned.num_rows, 1))
         written = 0
         while written < data.size:
-            written += os.pwrite(file, data[written : written + (1 << 30)], offset + written)
+            written += os.pwrite(file, data[written : written + (1 << 30)], position + written)
 
     def _start(self, path: Path, planned: Sequence[Planned]) -> None:
         """Write a file's header and open it for its arrays."""
