@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, programs that compile fast, hardware marks that skip by name."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,14 +26,29 @@ if jax.config.jax_platforms == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     jax.config.update("jax_disable_most_optimizations", True)
 
+# Tracing makes many objects and little garbage: fewer looks through all of them.
+gc.set_threshold(50_000, 20, 50)
+
+# Files that take longest, the longest first: they begin first, so that no process waits for
+# another's at the end. All others follow in the order of their names.
+LONGEST = ()
+
 
 def pytest_collection_modifyitems(items):
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     here = jax.default_backend()
     for item in items:
         if item.get_closest_marker("gpu") and here != "gpu":
             item.add_marker(pytest.mark.skip(reason=f"needs a gpu; this is {here}"))
         if item.get_closest_marker("multidevice") and jax.device_count() < 8:
             item.add_marker(pytest.mark.skip(reason=f"needs 8 devices; here {jax.device_count()}"))
+
+
+def pytest_collection_finish():
+    # What was imported stays to the end.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

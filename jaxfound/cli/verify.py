@@ -15,16 +15,22 @@ if TYPE_CHECKING:
     from jaxfound.training.verify import Finding
 
 MESH_HELP = "Degrees in place of the config's, e.g. fsdp=2,expert=2,tensor=2."
+LATTICE_HELP = "Check every layout of up to eight devices instead: slice I of N, 1/1 for all."
 # Up to so many virtual devices a layout is tried as it is; above, axes keep their smallest factor.
 MOST_DEVICES = 16
 # Virtual devices of the CPU for what needs several.
 STACK_CPU_DEVICES = 8
+LATTICE_DEVICES = 8
 
 
 def verify_command(
     config: ConfigPath,
     overrides: Overrides = None,
     mesh: Annotated[str | None, typer.Option(help=MESH_HELP, metavar="AXIS=N,...")] = None,
+    lattice: Annotated[str | None, typer.Option(help=LATTICE_HELP, metavar="I/N")] = None,
+    out: Annotated[
+        Path, typer.Option(help="With --lattice: file that its results are added to.")
+    ] = Path("runs/lattice.json"),
 ) -> None:
     """Check a layout against one device, on virtual CPU devices and a small model.
 
@@ -34,6 +40,10 @@ def verify_command(
     from jaxfound.training.shrink import small_degrees
 
     cfg = load(config, overrides or ())
+    if lattice is not None:
+        if not report_lattice(cfg, part=slice_of(lattice), out=out):
+            raise typer.Exit(1)
+        return
     asked = degrees_of(cfg) if mesh is None else parsed(mesh)
     degrees = small_degrees(asked, most=MOST_DEVICES)
     console = open_console()
@@ -76,6 +86,37 @@ def report(cfg: "RunConfig", degrees: "dict[AxisName, int]") -> bool:
     use_virtual_cpus(math.prod(degrees.values()), alone=True)
     found = print_findings(verify(cfg, degrees))
     return all(finding.holds for finding in found)
+
+
+def report_lattice(cfg: "RunConfig", *, part: tuple[int, int], out: Path) -> bool:
+    """Print a line for each layout of a slice, write their file, and return whether all hold."""
+    from jaxfound.resources.platform import use_virtual_cpus
+    from jaxfound.training.lattice import layout_text, verify_lattice, write_lattice
+
+    use_virtual_cpus(LATTICE_DEVICES, alone=True)
+    console, kept = open_console(), []
+    for parallel, found in verify_lattice(cfg, part=part):
+        failed = [finding for finding in found if not finding.holds]
+        mark = "FAILS" if failed else "holds"
+        console.print(f"  {mark}  {layout_text(parallel)}", markup=False)
+        for finding in failed:
+            console.print(f"         {finding.question}: {finding.detail}", markup=False)
+        kept.append((parallel, found))
+    write_lattice(kept, out, name=cfg.name, part=part)
+    console.print(f"{len(kept)} layouts, written to {out}", markup=False)
+    return all(finding.holds for _, found in kept for finding in found)
+
+
+def slice_of(text: str) -> tuple[int, int]:
+    """Return the numbers of a text like `2/8`.
+
+    Raises:
+        typer.BadParameter: it is no slice.
+    """
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise typer.BadParameter(f"{text!r} is no slice like 2/8", param_hint="--lattice")
+    return int(number), int(count)
 
 
 def print_findings(found: "Iterable[Finding]") -> "list[Finding]":

@@ -24,6 +24,7 @@ from pallas_kernels.mla_decode import mla_decode
 
 REASON = deviceless.missing()
 needs_plugin = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.usefixtures("optimized")
 F8 = jnp.float8_e4m3fn
 
 # The shipped table's tiles: what is left when the order of the walk is taken out.

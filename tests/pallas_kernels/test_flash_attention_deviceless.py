@@ -11,7 +11,10 @@ from pallas_kernels.flash_attention import cudnn_call
 from tests.pallas_kernels.attention_cases import with_gradients
 
 REASON = deviceless.missing() or cudnn_call.refuses_version()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("optimized"),
+]
 
 # (B, T, N, K, H, V), with segments?
 STEPS = {

@@ -38,7 +38,6 @@ needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 E5M2 = replace(ACTIVATION, element="e5m2")
 MLA = {"latent": 512, "sm_scale": 0.1352}
 
-
 # A case of each file that it serves.
 CASES = {
     product_file: product_case(13, 16, 200, hardware=hardware.find("NVIDIA H200")),
@@ -371,6 +370,7 @@ def test_a_sequence_in_one_part_needs_no_merge_and_mapping_takes_turns():
 
 @needs_triton
 @pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.usefixtures("optimized")
 def test_sharded_operands_stay_on_their_devices():
     devices = np.array(deviceless.topology("NVIDIA H200", devices_per_host=8)).reshape(2, 4)
     mesh = jax.sharding.Mesh(

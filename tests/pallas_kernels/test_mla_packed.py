@@ -172,6 +172,7 @@ def test_the_packed_kernel_compiles_at_odd_numbers_of_heads(num_heads, num_queri
 
 
 @needs_plugin
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("num_heads", "num_queries"),
     [(128, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 1), (64, 2)))],
@@ -187,6 +188,7 @@ def test_packed_decode_assembles_without_spills(num_heads, num_queries, capfd):
 
 
 @needs_plugin
+@pytest.mark.usefixtures("optimized")
 def test_the_packed_cache_is_never_copied_and_shards_stay_where_they_are():
     devices = np.array(deviceless.topology("NVIDIA H200", devices_per_host=8)).reshape(2, 4)
     mesh = jax.sharding.Mesh(

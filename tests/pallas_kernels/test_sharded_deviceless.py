@@ -16,7 +16,10 @@ from pallas_kernels.linear import linear
 from pallas_kernels.mla_decode import mla_decode
 
 REASON = deviceless.missing()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("optimized"),
+]
 
 # One case of each kind in the default run; a step for eight devices takes seconds to compile.
 SLOW = pytest.mark.slow

@@ -7,6 +7,7 @@ from functools import cache
 import jax
 import numpy as np
 
+from jaxfound.config.parallel import AXES
 from jaxfound.data.batch import Batch
 from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Arrays, Frame
@@ -82,7 +83,7 @@ def on_layout(
     """The gradients of `batch` as the training step computes them on this layout."""
     rows, length = batch.tokens.shape
     cfg = run_config(model, rows=rows, length=length, parallel=parallel, train=train or {})
-    num_devices = int(np.prod([n for a, n in parallel.items() if a != "num_microbatches"]))
+    num_devices = math.prod(n for axis, n in parallel.items() if axis in AXES)
     plan = make_plan(cfg, num_devices, params=describe(model))
     mesh = build_mesh(plan, devices=jax.devices()[:num_devices])
     frame = Frame(model, execution=execution_of(plan, cfg.precision))

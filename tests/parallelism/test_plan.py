@@ -130,6 +130,29 @@ def test_rows_that_do_not_divide_are_refused_with_both_numbers(rows, data):
         assert isinstance(legal, ParallelPlan)
 
 
+@pytest.mark.parametrize(("length", "context"), S25["seq_cp"])
+def test_rows_that_context_cannot_cut_are_refused_with_both_numbers(length, context):
+    model = model_config("gqa", max_positions=64)
+    text = verdict(model, context, length=length, parallel={"context": context})
+    chunks = 2 * context
+    assert f"train.seq_len={length}" in text
+    assert f"{length} % {chunks} = {length % chunks}" in text
+    nearest = [length // chunks * chunks, -(-length // chunks) * chunks]
+    assert f"Nearest seq_len: {nearest}" in text
+    for legal in nearest:
+        plan = verdict(model, context, length=legal, parallel={"context": context})
+        assert isinstance(plan, ParallelPlan)
+
+
+@pytest.mark.parametrize(("experts", "degree"), S25["experts_ep"])
+def test_experts_that_do_not_divide_are_refused_with_both_numbers(experts, degree):
+    moe = {"num_experts": experts, "top_k": 1, "expert_dim": 16}
+    model = model_config("mla_moe_mtp", moe=moe)
+    text = verdict(model, degree, rows=degree, parallel={"expert": degree})
+    assert f"expert={degree} does not divide experts={experts}" in text
+    assert f"{experts} % {degree} = {experts % degree}" in text
+
+
 def test_rows_of_a_microbatch_are_what_divides():
     parallel = {"data": 2, "fsdp": 2, "num_microbatches": 4}
     text = verdict(model_config("gqa"), 4, rows=8, parallel=parallel)

@@ -53,10 +53,10 @@ def expected():
     return json.loads((CASE / "expected.json").read_text())
 
 
-def run(model, batch, *, rows_at_once=4, data=1):
+def run(model, batch, *, rows_at_once=4, data=1, **others):
     cfg, arrays = model
     pieces = len(batch.tokens) // rows_at_once
-    parallel = {"data": data, "num_microbatches": pieces}
+    parallel = {"data": data, "num_microbatches": pieces, **others}
     return on_layout(cfg, parallel, batch, arrays=arrays)
 
 
@@ -67,7 +67,22 @@ def run(model, batch, *, rows_at_once=4, data=1):
 def test_loss_and_gradients_are_the_published_token_means(
     model, rows, expected, rows_at_once, data
 ):
-    result = run(model, rows, rows_at_once=rows_at_once, data=data)
+    check(run(model, rows, rows_at_once=rows_at_once, data=data), expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"context": 2, "fsdp": 2, "zero_stage": 1},
+        pytest.param({"context": 3, "data": 2}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tensor": 2, "zero_stage": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_they_are_when_other_axes_cut_rows_and_weights(model, rows, expected, layout):
+    check(run(model, rows, rows_at_once=2, **layout), expected)
+
+
+def check(result, expected):
     assert result.loss == pytest.approx(expected["loss"], abs=1e-4)
     assert result.norm == pytest.approx(expected["grad_global_norm"], abs=1e-4)
     published = np.load(CASE / "grads.npz")
