@@ -96,7 +96,7 @@ def test_data_a_loader_runs_on_bins_from_anywhere():
 
 def test_communication_the_reader_of_programs_needs_text_only():
     # Floor 3: a line of a program that nobody compiled.
-    line = "%a = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
+    line = "  %a = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
     (found,) = collectives(line)
     assert axes_crossed(found, {"data": 2, "tensor": 2}) == ("tensor",)
 
