@@ -20,9 +20,10 @@ import pytest
 jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-if jax.config.jax_platforms == "cpu":
-    # Half the compile time on the CPU. The machine code is worse; which operations there are,
-    # and in which format, stays.
+# On the CPU, half the compile time. The machine code is worse; which operations there are, and in
+# which format, stays.
+IN_HASTE = jax.config.jax_platforms == "cpu"
+if IN_HASTE:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     jax.config.update("jax_disable_most_optimizations", True)
 
@@ -54,7 +55,6 @@ def pytest_collection_finish():
 @pytest.fixture
 def optimized():
     """Programs are compiled as they are outside of tests."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", IN_HASTE)

@@ -1,9 +1,17 @@
 """Paged latent caches with poisoned dead slots and junk tables; attention over them by numpy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import mla_decode
+
 JUNK = 2_147_480_000
+# Each as one program, not as one for each of its operations.
+pack, unpack = jax.jit(mla_decode.pack), jax.jit(mla_decode.unpack)
+decode = jax.jit(
+    mla_decode.mla_decode, static_argnames=("latent", "sm_scale", "split_len", "backend")
+)
 
 
 def make_batch(

@@ -19,12 +19,24 @@ def varied(shape, *, seed):
     return (rng.standard_normal(shape) * spread * by_row).astype(np.float32)
 
 
+quantized = jax.jit(quantize, static_argnames=("format", "backend"))
+
+
 def matmul_operands(m, n, k, *, seed=0, b_format=WEIGHT):
-    a = jax.jit(lambda x: quantize(x, format=ACTIVATION))(jnp.asarray(varied((m, k), seed=seed)))
-    b = jax.jit(lambda x: quantize(x, format=b_format))(jnp.asarray(varied((n, k), seed=seed + 1)))
+    a = quantized(jnp.asarray(varied((m, k), seed=seed)), format=ACTIVATION)
+    b = quantized(jnp.asarray(varied((n, k), seed=seed + 1)), format=b_format)
     return a, b
+
+
+def dequantized(q):
+    """What the stored elements and scales stand for, by numpy in float64."""
+    values, spread = np.asarray(q.values, np.float64), np.asarray(q.scales, np.float64)
+    for axis, block in zip((-2, -1), q.format.block, strict=True):
+        spread = spread.repeat(block, axis)
+    spread = spread[..., : values.shape[-2], : values.shape[-1]]
+    return (values * spread)[..., : q.rows, : q.columns]
 
 
 def exact_product(a, b):
     """The product of the dequantised values in float64."""
-    return np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    return dequantized(a) @ dequantized(b).T

@@ -176,7 +176,10 @@ def test_grouped_products_assemble_without_spills_forward_and_backward(precision
 
 
 @needs_plugin
-@pytest.mark.parametrize(("num_heads", "num_queries"), [(128, 1), (16, 1), (64, 2)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_queries"),
+    [(128, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 1), (64, 2)))],
+)
 def test_latent_decode_assembles_without_spills(num_heads, num_queries, place, capfd):
     batch, max_pages = 16, 64
     with hardware.target("NVIDIA H200"):
@@ -209,7 +212,8 @@ SHARDED = {
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", SHARDED)
+# By default, rows and latent decode run in a stage of a pipeline: test_sharded_deviceless.py.
+@pytest.mark.parametrize("name", ["columns", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_sharded_step_multiplies_its_shards_and_gathers_no_operand(name):
     *places, local = SHARDED[name]
     devices = np.array(deviceless.topology("NVIDIA H200", devices_per_host=8)).reshape(2, 4)
@@ -237,6 +241,7 @@ def test_a_sharded_step_multiplies_its_shards_and_gathers_no_operand(name):
 
 
 @needs_plugin
+@pytest.mark.slow
 def test_latent_decode_keeps_sequences_and_heads_on_their_devices():
     devices = np.array(deviceless.topology("NVIDIA H200", devices_per_host=8)).reshape(2, 4)
     mesh = jax.sharding.Mesh(

@@ -132,7 +132,9 @@ HEADS = {
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if "two" in n else []) for n in HEADS]
+)
 def test_shards_stay_local_and_give_what_one_device_gives(name):
     num_heads, num_kv_heads, cut = HEADS[name]
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

@@ -1,6 +1,7 @@
 """Grouped products: empty groups, rows of no group, masked rows; forward, backward, interpreted."""
 
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -45,15 +46,18 @@ def of(precision, **options):
     )
 
 
+@cache
+def expected_of(*case):
+    """What the reference gives for a case of the grid."""
+    return forward_and_backward(reference.grouped_matmul, *operands(*case))
+
+
 @pytest.mark.parametrize("precision", LIMIT)
 @pytest.mark.parametrize(("sizes", "rows", "n", "k"), TEST_CASES[:4], ids=str)
 def test_values_and_gradients_are_those_of_the_reference(sizes, rows, n, k, precision):
     x, w, grad, group_sizes = operands(sizes, rows, n, k)
     found = forward_and_backward(of(precision), x, w, grad, group_sizes)
-    expected = forward_and_backward(
-        lambda x, w, s: reference.grouped_matmul(x, w, s), x, w, grad, group_sizes
-    )
-    for ours, right in zip(found, expected, strict=True):
+    for ours, right in zip(found, expected_of(sizes, rows, n, k), strict=True):
         assert difference(ours, right).total <= LIMIT[precision]
     out, grad_x, grad_w = found
     assert not out[sum(sizes) :].any()
@@ -74,23 +78,31 @@ def test_the_case_with_empty_groups_and_unowned_rows_is_right(suffix, rows):
     assert not grad_w[[0, 2, 3, 5]].any()
 
 
+@partial(jax.jit, static_argnames="tile_rows")
+def there_and_back(sizes, rows, *, tile_rows):
+    """The layout, the rows at their aligned places, and those back where they were."""
+    layout = align(sizes, num_rows=len(rows), tile_rows=tile_rows)
+    aligned = layout.spread(rows)
+    return layout, aligned, layout.collect(aligned)
+
+
 @pytest.mark.parametrize("sizes", [(0, 4, 0, 0, 8, 0), (12,), (0, 0, 0), (1, 128, 129)], ids=str)
 @pytest.mark.parametrize("tile_rows", [8, 128])
 def test_every_group_starts_at_a_tile_and_every_row_comes_back(sizes, tile_rows):
     num_rows = sum(sizes) + 3
-    layout = align(jnp.asarray(sizes, jnp.int32), num_rows=num_rows, tile_rows=tile_rows)
-    rows = jnp.arange(1.0, num_rows + 1)[:, None]
-    aligned = layout.spread(rows)
+    rows = np.arange(1, num_rows + 1, dtype=np.float32)[:, None]
+    found = there_and_back(np.asarray(sizes, np.int32), rows, tile_rows=tile_rows)
+    layout, aligned, back = jax.tree.map(np.asarray, found)
     assert len(aligned) == tile_rows * num_tiles(num_rows, len(sizes), tile_rows=tile_rows)
-    tiles = np.asarray(aligned).reshape(-1, tile_rows)
+    tiles = aligned.reshape(-1, tile_rows)
     first = 1
     for group, size in enumerate(sizes):
-        mine = tiles[np.asarray(layout.tile_groups) == group].reshape(-1)
+        mine = tiles[layout.tile_groups == group].reshape(-1)
         np.testing.assert_array_equal(mine[:size], np.arange(first, first + size))
         assert not mine[size:].any()
         first += size
-    np.testing.assert_array_equal(layout.collect(aligned)[: sum(sizes)], rows[: sum(sizes)])
-    assert not layout.collect(aligned)[sum(sizes) :].any()
+    np.testing.assert_array_equal(back[: sum(sizes)], rows[: sum(sizes)])
+    assert not back[sum(sizes) :].any()
 
 
 @pytest.mark.parametrize("precision", ["float32", "fp8"])
@@ -100,7 +112,7 @@ def test_only_the_first_rows_of_each_masked_group_count(precision):
     sizes = np.asarray([6, 0, 2], np.int32)
     for group, size in enumerate(sizes):
         x[group, size:] = np.nan
-    out = masked_grouped_matmul(
+    out = jax.jit(masked_grouped_matmul, static_argnames="precision")(
         jnp.asarray(x, jnp.float32),
         jnp.asarray(w, jnp.float32),
         group_sizes=jnp.asarray(sizes),
@@ -152,20 +164,23 @@ def expert_parallel(precision):
 @pytest.mark.parametrize("precision", LIMIT)
 def test_devices_that_get_no_token_give_zeros_and_do_not_disturb_the_others(precision):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((16, 40)), jnp.float32)
-    w = jnp.asarray(rng.standard_normal((8, 40, 24)), jnp.float32)
-    sizes = jnp.asarray([0, 4, 0, 0, 3, 1, 0, 0], jnp.int32)
-    grad_x, grad_w = jax.jit(expert_parallel(precision))(x, w, sizes)
+    x = rng.standard_normal((16, 40)).astype(np.float32)
+    w = rng.standard_normal((8, 40, 24)).astype(np.float32)
+    sizes = np.asarray([0, 4, 0, 0, 3, 1, 0, 0], np.int32)
+    found = jax.jit(expert_parallel(precision))(x, w, sizes)
+    grad_x, grad_w = (np.asarray(grad) for grad in found)
+
+    @jax.jit
+    @partial(jax.grad, argnums=(0, 1))
+    def expected_of_device(x, w, sizes):
+        return (reference.grouped_matmul(x, w, sizes) ** 2).sum()
+
     for device in range(4):
         rows, experts = slice(4 * device, 4 * device + 4), slice(2 * device, 2 * device + 2)
-
-        def loss(x, w, experts=experts):
-            return (reference.grouped_matmul(x, w, sizes[experts]) ** 2).sum()
-
-        expected = jax.grad(loss, argnums=(0, 1))(x[rows], w[experts])
+        expected = expected_of_device(x[rows], w[experts], sizes[experts])
         for ours, right in zip((grad_x[rows], grad_w[experts]), expected, strict=True):
-            assert difference(np.asarray(ours), np.asarray(right)).total <= 4 * LIMIT[precision]
-    assert not np.asarray(grad_w)[[0, 2, 3, 6, 7]].any()
+            assert difference(ours, np.asarray(right)).total <= 4 * LIMIT[precision]
+    assert not grad_w[[0, 2, 3, 6, 7]].any()
 
 
 @pytest.mark.multidevice

@@ -1,5 +1,7 @@
 """The drop-in product of linear layers: values and gradients of each precision."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from pallas_kernels import hardware
 from pallas_kernels.formats import ACTIVATION, WEIGHT
 from pallas_kernels.linear import PRECISIONS, linear
-from pallas_kernels.quantize import quantize
+from tests.pallas_kernels.operands import dequantized, quantized
 
 # Relative error of a result against float64. float32: order of sums. bfloat16: two operands
 # rounded to 8 bits. fp8: two operands rounded to 4 bits, errors of random sign.
@@ -16,11 +18,17 @@ RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 5e-3, "fp8": 5e-2}
 
 
 def operands(*shape, n=24, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], shape, dtype)
-    w = jax.random.normal(keys[1], (shape[-1], n)) / shape[-1] ** 0.5
-    grad = jax.random.normal(keys[2], (*shape[:-1], n), dtype)
-    return x, w, grad
+    rng = np.random.default_rng(0)
+    x, grad = rng.standard_normal(shape), rng.standard_normal((*shape[:-1], n))
+    w = rng.standard_normal((shape[-1], n)) / shape[-1] ** 0.5
+    return jnp.asarray(x, dtype), jnp.asarray(w, jnp.float32), jnp.asarray(grad, dtype)
+
+
+@partial(jax.jit, static_argnames="precision")
+def with_gradients(x, w, grad, *, precision):
+    """The product and the gradients of x and w, as one program."""
+    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
+    return out, *vjp(grad)
 
 
 def relative_error(found, expected):
@@ -32,13 +40,7 @@ def relative_error(found, expected):
 @pytest.mark.parametrize("shape", [(40, 130), (2, 3, 13), (129,), (1, 1)], ids=str)
 def test_values_and_gradients_are_those_of_a_matrix_product(shape, precision):
     x, w, grad = operands(*shape)
-
-    @jax.jit
-    def run(x, w, grad):
-        out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
-        return out, *vjp(grad)
-
-    out, grad_x, grad_w = run(x, w, grad)
+    out, grad_x, grad_w = with_gradients(x, w, grad, precision=precision)
     rows, grad_rows = (np.asarray(t, np.float64).reshape(-1, t.shape[-1]) for t in (x, grad))
     # One row is one draw of rounding errors, not their average.
     allowed = RELATIVE_ERROR[precision] * (2 if len(rows) < 4 else 1)
@@ -51,45 +53,44 @@ def test_values_and_gradients_are_those_of_a_matrix_product(shape, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_result_has_the_dtype_of_the_input_and_gradients_that_of_their_operand(precision):
     x, w, grad = operands(8, 32, dtype=jnp.bfloat16)
-    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
-    grad_x, grad_w = vjp(grad)
+    out, grad_x, grad_w = jax.eval_shape(partial(with_gradients, precision=precision), x, w, grad)
     assert (out.dtype, grad_x.dtype, grad_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_mapping_over_experts_equals_one_call_for_each(precision):
     x, w, _ = operands(3, 5, 40)
-    stack = jnp.stack([w, 2 * w, -w])
-    run = lambda x, w: linear(x, w, precision=precision)
-    each = jnp.stack([run(x[i], stack[i]) for i in range(3)])
-    assert relative_error(jax.vmap(run)(x, stack), each) < 1e-6
+    stack = np.stack([w, 2 * w, -w])
+    run = partial(linear, precision=precision)
+    one = jax.jit(run)
+    each = np.stack([one(x[i], stack[i]) for i in range(3)])
+    assert relative_error(jax.jit(jax.vmap(run))(x, stack), each) < 1e-6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_no_tokens_give_an_empty_result_and_a_zero_weight_gradient(precision):
     x, w, grad = operands(0, 40)
-    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
+    out, _, grad_w = with_gradients(x, w, grad, precision=precision)
     assert out.shape == (0, 24)
-    assert jnp.array_equal(vjp(grad)[1], jnp.zeros_like(w))
+    np.testing.assert_array_equal(grad_w, np.zeros_like(w))
 
 
 def test_fp8_is_the_product_of_the_quantised_operands_forward_and_for_the_input():
     x, w, grad = operands(20, 300)
-    out, vjp = jax.vjp(lambda x, w: linear(x, w, precision="fp8"), x, w)
-    x_back = np.asarray(quantize(x, format=ACTIVATION).dequantize(), np.float64)
-    w_back = np.asarray(quantize(w, format=WEIGHT).dequantize(), np.float64)
-    grad_back = np.asarray(quantize(grad, format=ACTIVATION).dequantize(), np.float64)
+    out, grad_x, _ = with_gradients(x, w, grad, precision="fp8")
+    x_back, grad_back = (dequantized(quantized(t, format=ACTIVATION)) for t in (x, grad))
+    w_back = dequantized(quantized(w, format=WEIGHT))
     assert relative_error(out, x_back @ w_back) < 1e-6
-    assert relative_error(vjp(grad)[0], grad_back @ w_back.T) < 1e-6
+    assert relative_error(grad_x, grad_back @ w_back.T) < 1e-6
 
 
 def test_fp8_quantises_both_operands_of_the_weight_gradient_along_tokens():
     x, w, grad = operands(300, 20)
-    _, vjp = jax.vjp(lambda x, w: linear(x, w, precision="fp8"), x, w)
-    x_t = quantize(x, format=ACTIVATION).dequantize().T
-    x_back = np.asarray(quantize(x_t, format=ACTIVATION).dequantize(), np.float64)
-    grad_back = np.asarray(quantize(grad.T, format=ACTIVATION).dequantize(), np.float64)
-    assert relative_error(vjp(grad)[1], x_back @ grad_back.T) < 1e-6
+    _, _, grad_w = with_gradients(x, w, grad, precision="fp8")
+    x_t = dequantized(quantized(x, format=ACTIVATION)).T.astype(np.float32)
+    x_back = dequantized(quantized(x_t, format=ACTIVATION))
+    grad_back = dequantized(quantized(np.asarray(grad).T, format=ACTIVATION))
+    assert relative_error(grad_w, x_back @ grad_back.T) < 1e-6
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones():
@@ -104,14 +105,10 @@ def test_sharded_operands_give_the_same_values_and_gradients(precision):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = lambda *names: jax.NamedSharding(mesh, jax.P(*names))
     x, w, grad = operands(8, 16, 512, n=512)
-
-    def run(x, w, grad):
-        out, vjp = jax.vjp(lambda x, w: linear(x, w, precision=precision), x, w)
-        return out, *vjp(grad)
-
+    run = partial(with_gradients, precision=precision)
     places = (spec("data"), spec(None, "tensor"), spec("data", None, "tensor"))
     sharded = [jax.device_put(t, place) for t, place in zip((x, w, grad), places, strict=True)]
-    for found, expected in zip(jax.jit(run)(*sharded), jax.jit(run)(x, w, grad), strict=True):
+    for found, expected in zip(run(*sharded), run(x, w, grad), strict=True):
         assert relative_error(found, expected) < (1e-2 if precision == "bfloat16" else 1e-5)
 
 
@@ -129,8 +126,9 @@ def test_inside_a_shard_map_the_gradient_of_a_shared_weight_is_summed(precision)
         local, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=(jax.P(), jax.P())
     )
     total, grad = jax.jit(run)(w, x)
-    assert relative_error(total, loss(w, x)) < 1e-4
-    assert relative_error(grad, jax.grad(loss)(w, x)) < RELATIVE_ERROR[precision]
+    expected, expected_grad = jax.jit(jax.value_and_grad(loss))(w, x)
+    assert relative_error(total, expected) < 1e-4
+    assert relative_error(grad, expected_grad) < RELATIVE_ERROR[precision]
 
 
 @pytest.mark.multidevice

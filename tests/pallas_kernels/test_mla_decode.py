@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels import hardware, mosaic
 from pallas_kernels.accuracy import TOLERANCES, difference
-from pallas_kernels.mla_decode import mla_decode, pack, unpack
-from tests.pallas_kernels.latent_cache import by_numpy, make_batch
+from pallas_kernels.mla_decode import mla_decode
+from tests.pallas_kernels.latent_cache import by_numpy, decode, make_batch, pack, unpack
 
 CASE = Path(__file__).parent.parent / "data" / "S20" / "case.npz"
 
@@ -22,7 +22,7 @@ def load_case():
 
 
 def run_case(case, q, order=slice(None)):
-    return mla_decode(
+    return decode(
         jnp.asarray(q[order]),
         jnp.asarray(case["pages"]),
         block_table=jnp.asarray(case["block_table"][order]),
@@ -56,7 +56,7 @@ def test_the_order_of_the_batch_changes_no_row():
 @pytest.mark.parametrize("num_heads", [1, 3, 16])
 def test_several_query_tokens_see_bottom_right(num_queries, num_heads):
     batch = make_batch([0, 1, 3, 17], num_heads, num_queries=num_queries, page=8, latent=32, rope=8)
-    found = mla_decode(**batch, latent=32, sm_scale=0.2, split_len=None)
+    found = decode(**batch, latent=32, sm_scale=0.2, split_len=None)
     out, lse = by_numpy(batch, latent=32, sm_scale=0.2)
     np.testing.assert_allclose(found.out, out, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found.lse, lse, rtol=1e-5, atol=1e-5)
@@ -64,8 +64,8 @@ def test_several_query_tokens_see_bottom_right(num_queries, num_heads):
 
 def test_no_sequences_or_no_room_give_empty_rows():
     batch = make_batch([0, 0], 4, page=8, latent=32, rope=8)
-    nothing = {**batch, "block_table": batch["block_table"][:, :0]}
-    found = mla_decode(**nothing, latent=32, sm_scale=0.2)
+    nothing = {**batch, "block_table": np.asarray(batch["block_table"])[:, :0]}
+    found = decode(**nothing, latent=32, sm_scale=0.2)
     assert not np.asarray(found.out).any()
     assert np.isposinf(np.asarray(found.lse)).all()
 
@@ -103,8 +103,8 @@ def test_a_packed_token_comes_back_within_half_a_step_and_its_rope_exactly():
 @pytest.mark.parametrize("num_heads", [1, 12, 63])
 def test_an_8_bit_cache_gives_attention_over_the_values_it_holds(num_heads):
     batch = make_batch([0, 5, 130], num_heads)
-    packed = {**batch, "cache": pack(jnp.nan_to_num(batch["cache"]))}
-    found = mla_decode(**packed, latent=512, sm_scale=0.1352)
+    packed = {**batch, "cache": pack(np.nan_to_num(batch["cache"]))}
+    found = decode(**packed, latent=512, sm_scale=0.1352)
     out, lse = by_numpy({**batch, "cache": unpack(packed["cache"])}, latent=512, sm_scale=0.1352)
     np.testing.assert_allclose(found.out, out, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found.lse, lse, rtol=1e-5, atol=1e-5)
@@ -115,7 +115,7 @@ def test_an_8_bit_cache_gives_attention_over_the_values_it_holds(num_heads):
 INTERPRETED = [
     ([130, 0, 64], 16, 1, 128),
     ([5, 100], 70, 1, None),
-    ([2, 190], 20, 4, 64),
+    ([2, 100], 20, 4, 64),
 ]
 
 

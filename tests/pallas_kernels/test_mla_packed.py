@@ -14,10 +14,10 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import deviceless, hardware, mosaic
 from pallas_kernels.accuracy import TOLERANCES, difference
-from pallas_kernels.mla_decode import OP, mla_decode, pack, unpack
+from pallas_kernels.mla_decode import OP, mla_decode, pack
 from pallas_kernels.mla_decode.cases import make_case
 from pallas_kernels.registry import KernelError
-from tests.pallas_kernels.latent_cache import by_numpy, make_batch
+from tests.pallas_kernels.latent_cache import by_numpy, make_batch, unpack
 from tests.pallas_kernels.test_deviceless import assemble, check_clean
 
 OPTIONS = {"latent": 512, "sm_scale": 0.1352}
@@ -26,22 +26,34 @@ REASON = deviceless.missing()
 needs_plugin = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
-def with_odd_scales(packed):
-    """`packed` with every scale times a factor between 1/2 and 2 that is no power of two."""
-    factors = np.random.default_rng(1).uniform(0.5, 2.0, (*packed.shape[:-1], 4))
+def odd_factors(shape):
+    """Factors between 1/2 and 2 for the scales of slots, none of them a power of two."""
+    return np.random.default_rng(1).uniform(0.5, 2.0, (*shape, 4)).astype(np.float32)
+
+
+def with_scales_times(packed, factors):
+    """`packed` with every scale times its factor."""
     parts = packed[..., 512:528].reshape(*packed.shape[:-1], 4, 4)
-    scales = lax.bitcast_convert_type(parts, jnp.float32) * jnp.asarray(factors, jnp.float32)
+    scales = lax.bitcast_convert_type(parts, jnp.float32) * factors
     found = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*packed.shape[:-1], 16)
     return packed.at[..., 512:528].set(found)
 
 
+@jax.jit
+def packed_and_poisoned(cache, factors):
+    """The cache in bytes; those of dead slots are NaN as latents, scales and rope."""
+    packed = pack(jnp.nan_to_num(cache))
+    packed = packed if factors is None else with_scales_times(packed, factors)
+    return jnp.where(jnp.isnan(cache[..., :1]), NAN_BYTE, packed)
+
+
 def make_packed(lengths, num_heads, *, num_queries=1, odd_scales=False):
-    """A batch with a packed cache; bytes of dead slots are NaN as latents, scales and rope."""
+    """A batch with a packed cache."""
     batch = make_batch(lengths, num_heads, num_queries=num_queries)
-    packed = pack(jnp.nan_to_num(batch["cache"]))
-    packed = with_odd_scales(packed) if odd_scales else packed
-    packed = jnp.where(jnp.isnan(batch["cache"][..., :1]), NAN_BYTE, packed)
-    return {**batch, "q": batch["q"].astype(jnp.bfloat16), "cache": packed}
+    factors = odd_factors(batch["cache"].shape[:-1]) if odd_scales else None
+    packed = packed_and_poisoned(batch["cache"], factors)
+    q = np.asarray(batch["q"]).astype(jnp.bfloat16)
+    return {**batch, "q": jnp.asarray(q), "cache": packed}
 
 
 def interpret(batch, *, split_len=None, detect_races=False):
@@ -56,7 +68,7 @@ def interpret(batch, *, split_len=None, detect_races=False):
 def check(found, batch):
     """The result is attention over the latents, and of latents rounded once nothing is missing."""
     exact = unpack(batch["cache"])
-    for latents, lse_rtol in ((exact, 2e-3), (exact.astype(jnp.bfloat16), 2e-5)):
+    for latents, lse_rtol in ((exact, 2e-3), (np.asarray(exact).astype(jnp.bfloat16), 2e-5)):
         out, lse = by_numpy({**batch, "cache": latents}, **OPTIONS)
         measured = difference(np.asarray(found.out, np.float64), out)
         assert measured.within(TOLERANCES["mla_decode", "bfloat16"]), measured
@@ -80,17 +92,20 @@ def test_the_packed_kernel_equals_the_reference(lengths, heads, queries, split_l
 
 def one_token_of_every_byte(odd_scales):
     """A sequence of one token that holds every e4m3 number twice, and what it holds, rounded."""
-    codes = jnp.arange(256, dtype=jnp.uint8)
+    codes = np.arange(256, dtype=np.uint8)
     # 0x7f and 0xff are NaN.
-    codes = jnp.where(codes % 128 == 127, jnp.uint8(1), codes)
+    codes = np.where(codes % 128 == 127, np.uint8(1), codes)
     batch = make_packed([1], 3)
-    page = batch["block_table"][0, 0]
-    packed = batch["cache"].at[page, 0, :512].set(jnp.tile(codes, 2))
-    scales = jnp.asarray([2.0**-9, 1.0, 2.0**5, 2.0**-20], jnp.float32)
-    packed = packed.at[page, 0, 512:528].set(lax.bitcast_convert_type(scales, jnp.uint8).ravel())
-    packed = with_odd_scales(packed) if odd_scales else packed
-    held = unpack(packed[page, 0])[:512].astype(jnp.bfloat16)
-    return {**batch, "q": batch["q"] / 64, "cache": packed}, held
+    page = int(batch["block_table"][0, 0])
+    packed = np.array(batch["cache"])
+    packed[page, 0, :512] = np.tile(codes, 2)
+    scales = np.asarray([2.0**-9, 1.0, 2.0**5, 2.0**-20], np.float32)
+    packed[page, 0, 512:528] = scales.view(np.uint8)
+    factors = odd_factors(packed.shape[:-1])
+    packed = jax.jit(with_scales_times)(packed, factors) if odd_scales else jnp.asarray(packed)
+    held = np.asarray(unpack(packed[page, 0]))[:512].astype(jnp.bfloat16)
+    q = np.asarray(batch["q"]) / jnp.bfloat16(64)
+    return {**batch, "q": jnp.asarray(q), "cache": packed}, held
 
 
 def check_every_byte(found, held, odd_scales):
