@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfound.models.layers.expert_tiles import TILE_ROWS, inverse, moved, tile_product, tiles_of
+from jaxfound.models.layers import expert_tiles
+from jaxfound.models.layers.expert_tiles import TILE_ROWS, inverse, moved, tile_product
 from jaxfound.models.layers.moe import mix_experts
 
+# One program for each shape, not one for each of its operations.
+tiles_of = jax.jit(expert_tiles.tiles_of, static_argnames=("num_experts", "most_choices"))
 EXPERTS, WIDTH, HIDDEN, CHOICES = 4, 8, 6, 2
 
 # What the router chose for each of 150 tokens: not a multiple of a tile's rows.
@@ -72,7 +75,7 @@ def test_gradients_are_those_of_the_dense_form(case):
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     unused = [e for e in range(EXPERTS) if e not in experts]
-    for matrix in ours[2:]:
+    for matrix in map(np.asarray, ours[2:]):
         assert np.isfinite(matrix).all()
         assert not matrix[np.array(unused, int)].any(), "an expert without tokens has no gradient"
 
@@ -141,11 +144,11 @@ def test_rows_behind_the_last_tile_in_use_are_never_read():
     def product(rows, kernels):
         return tile_product(rows, kernels, tiles)[:used].sum()
 
-    out, grads = jax.value_and_grad(product, (0, 1))(jnp.asarray(rows), jnp.asarray(kernels))
+    out, grads = jax.jit(jax.value_and_grad(product, (0, 1)))(rows, kernels)
     assert out == pytest.approx((rows[:used] @ kernels[1]).sum(), rel=1e-4)
     assert np.isfinite(grads[0]).all()
     assert np.isfinite(grads[1]).all()
-    assert not grads[1][np.array([0, 2, 3])].any()
+    assert not np.asarray(grads[1])[[0, 2, 3]].any()
 
 
 def test_the_gradient_of_moved_rows_is_that_of_a_copy():
