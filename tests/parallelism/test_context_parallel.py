@@ -25,8 +25,20 @@ LAYOUTS = {
     "context2_tensor2_fsdp2": {"context": 2, "tensor": 2, "fsdp": 2},
     "context4_data2": {"context": 4, "data": 2},
 }
-each_model = pytest.mark.parametrize("model", MODELS)
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+# Each model and each layout once by default.
+SLOW = [("dense", "context2_tensor2_fsdp2"), ("experts", "context4_data2")]
+
+
+def each_of(*models):
+    """Run a test with each of these models on each layout."""
+    cases = [
+        pytest.param(model, layout, marks=[pytest.mark.slow] if (model, layout) in SLOW else [])
+        for model in models
+        for layout in LAYOUTS
+    ]
+    return pytest.mark.parametrize(("model", "layout"), cases)
+
+
 ROUNDING = 1e-5
 
 
@@ -60,8 +72,7 @@ def test_every_device_goes_through_the_pairs_that_see_each_other_and_no_other(de
         assert [bool(p.diagonal) for p in pairs] == [o == chunk for o, chunk in met]
 
 
-@each_model
-@each_layout
+@each_of(*MODELS)
 def test_loss_and_every_gradient_are_those_of_one_device(model, layout):
     ours, one = cut(model, layout), result_of(model, "one")
     assert ours.loss == pytest.approx(one.loss, rel=ROUNDING)
@@ -70,14 +81,13 @@ def test_loss_and_every_gradient_are_those_of_one_device(model, layout):
     assert {path: e for path, e in errors.items() if e > ROUNDING} == {}
 
 
-@each_layout
-def test_every_expert_gets_the_tokens_it_gets_on_one_device(layout):
-    for path, counts in result_of("experts", "one").expert_counts.items():
-        np.testing.assert_array_equal(cut("experts", layout).expert_counts[path], counts)
+@each_of("experts")
+def test_every_expert_gets_the_tokens_it_gets_on_one_device(model, layout):
+    for path, counts in result_of(model, "one").expert_counts.items():
+        np.testing.assert_array_equal(cut(model, layout).expert_counts[path], counts)
 
 
-@each_model
-@each_layout
+@each_of(*MODELS)
 def test_keys_are_gathered_over_context_and_their_gradients_scattered(model, layout):
     result = cut(model, layout)
     sizes = dict(zip(AXES, result.plan.degrees, strict=True))
@@ -85,10 +95,10 @@ def test_keys_are_gathered_over_context_and_their_gradients_scattered(model, lay
     assert {"all_gather", "reduce_scatter"} <= kinds
 
 
-@each_layout
-def test_latent_attention_sends_latents_and_no_heads(layout):
+@each_of("experts")
+def test_latent_attention_sends_latents_and_no_heads(model, layout):
     """Of a token 16 + 4 numbers cross the axis, whatever the number of heads."""
-    result = cut("experts", layout)
+    result = cut(model, layout)
     sizes = dict(zip(AXES, result.plan.degrees, strict=True))
     gathered = [
         c.shape.partition("[")[2].partition("]")[0].split(",")
