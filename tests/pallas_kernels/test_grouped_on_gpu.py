@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hardware
+from pallas_kernels import hardware, tuning
 from pallas_kernels.accuracy import difference
+from pallas_kernels.bench.grouped_matmul import tiles_to_try
 from pallas_kernels.grouped_matmul import grouped_matmul, masked_grouped_matmul
 from pallas_kernels.grouped_matmul.cases import TEST_CASES
+from pallas_kernels.tuning import Table
 from tests.pallas_kernels.test_fp8_on_gpu import poison_memory
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +59,31 @@ def test_forward_and_backward_equal_the_xla_path(sizes, rows, n, k, precision):
     poison_memory()
     for ours, again in zip(found, step(precision)(*arguments), strict=True):
         assert jnp.array_equal(ours, again)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tile"), [(p, t) for p in ("bfloat16", "fp8") for t in tiles_to_try(p)], ids=str
+)
+def test_every_tile_is_right_where_groups_end_anywhere(precision, tile):
+    """Five groups of uneven sizes, one empty, over an odd number of row tiles."""
+    x, w, _, sizes = operands((0, 700, 129, 1, 300), 1130, 1408, 2048)
+    table = Table(jax.devices()[0].device_kind).with_entry(
+        f"grouped_{precision}", "g5_n1408_k2048", settings=tile.__dict__
+    )
+
+    def run(x, w):
+        return grouped_matmul(x, w, group_sizes=sizes, precision=precision)
+
+    with hardware.target("cpu"):
+        expected = np.asarray(jax.jit(run)(x, w), np.float64)
+    with tuning.override(table):
+        ours = jax.jit(lambda x, w: run(x, w)).lower(x, w).compile()
+    poison_memory()
+    first = ours(x, w)
+    assert difference(np.asarray(first, np.float64), expected).total <= 1e-5
+    for _ in range(3):
+        poison_memory()
+        assert jnp.array_equal(ours(x, w), first)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
