@@ -71,7 +71,9 @@ def masked_grouped_matmul(
     """Return `x[g] @ w[g]` where only the first `group_sizes[g]` rows of each group count.
 
     The layout of decoding, where each expert has room for `max_rows` tokens. The other rows give
-    zeros and are ignored even if NaN.
+    zeros and are ignored even if NaN. Room for one tile of rows is multiplied whole, unless the
+    precision is fp8 or `backend` names one: a grouped kernel would run the same tiles and would
+    have to gather the rows first.
 
     Raises:
         ValueError: if the sizes of the operands do not fit each other.
@@ -79,6 +81,8 @@ def masked_grouped_matmul(
     """
     groups, max_rows, k = x.shape
     valid = jnp.arange(max_rows)[None, :] < group_sizes[:, None]
+    if backend is None and precision != "fp8" and max_rows <= BLOCK:
+        return _all_room(jnp.where(valid[..., None], x, 0), w, precision=precision)
     # A stable sort brings the rows that count to the front, still in order of their groups.
     order = jnp.argsort(~valid.reshape(-1), stable=True)
     flat = grouped_matmul(
@@ -90,6 +94,19 @@ def masked_grouped_matmul(
     )
     back = jnp.zeros_like(flat).at[order].set(flat)
     return back.reshape(groups, max_rows, w.shape[2])
+
+
+def _all_room(x: Array, w: Array, *, precision: Precision) -> Float[Array, "groups max_rows n"]:
+    """Each group's rows times its matrix, as one batched product; sums are float32."""
+    narrow = precision == "bfloat16"
+    dtype = jnp.bfloat16 if narrow else jnp.promote_types(x.dtype, jnp.float32)
+    out = jnp.matmul(
+        x.astype(dtype),
+        w.astype(dtype),
+        precision="default" if narrow else "highest",
+        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+    )
+    return out.astype(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,12 @@ def test_every_group_starts_at_a_tile_and_every_row_comes_back(sizes, tile_rows)
     assert not back[sum(sizes) :].any()
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp8"])
-def test_only_the_first_rows_of_each_masked_group_count(precision):
+@pytest.mark.parametrize(
+    ("precision", "room"), [("float32", 6), ("float32", 130), ("bfloat16", 6), ("fp8", 6)]
+)
+def test_only_the_first_rows_of_each_masked_group_count(precision, room):
     rng = np.random.default_rng(0)
-    x, w = rng.standard_normal((3, 6, 40)), rng.standard_normal((3, 40, 16))
+    x, w = rng.standard_normal((3, room, 40)), rng.standard_normal((3, 40, 16))
     sizes = np.asarray([6, 0, 2], np.int32)
     for group, size in enumerate(sizes):
         x[group, size:] = np.nan
@@ -121,6 +123,23 @@ def test_only_the_first_rows_of_each_masked_group_count(precision):
     expected = np.where(np.isnan(x).any(-1, keepdims=True), 0.0, np.nan_to_num(x) @ w)
     assert difference(np.asarray(out), expected).total <= LIMIT[precision]
     assert not np.asarray(out)[1].any()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_gradients_over_all_the_room_are_those_of_the_grouped_product(precision):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = (jax.random.normal(k, s) for k, s in zip(keys, [(3, 6, 40), (3, 40, 16)], strict=False))
+    weight = jax.random.normal(keys[2], (3, 6, 16))
+    sizes = jnp.asarray([6, 0, 2])
+
+    def loss(x, w, *, backend):
+        out = masked_grouped_matmul(x, w, group_sizes=sizes, precision=precision, backend=backend)
+        return (out * weight).sum()
+
+    found = jax.grad(partial(loss, backend=None), (0, 1))(x, w)
+    expected = jax.grad(partial(loss, backend="xla"), (0, 1))(x, w)
+    for ours, right in zip(found, expected, strict=True):
+        assert difference(np.asarray(ours), np.asarray(right)).total <= LIMIT[precision]
 
 
 def test_operands_that_do_not_fit_are_refused_with_their_shapes():
