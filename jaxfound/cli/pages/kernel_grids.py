@@ -222,6 +222,8 @@ def headline_grid(results: Results) -> Grid:
             ratio = ratio_text(peer.ratio) if peer.ratio else ""
             figures = (number_text(line.time_us.median), f"{line.tflops:.0f}")
             title = PEERS[peer.backend.split("/")[0]].title
-            rows.append((f"`{op}`", letters, *figures, f"{line.floor_share:.0%}", title, ratio))
+            phase = line.backend.partition("/")[2]
+            name = f"`{op}` {phase}".rstrip()
+            rows.append((name, letters, *figures, f"{line.floor_share:.0%}", title, ratio))
     header = ("op", "size", "µs", "TFLOP/s", "of floor", "peer", "times as fast")
     return Grid("", header, tuple(rows), names=("op", "size", "peer"))
