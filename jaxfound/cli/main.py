@@ -20,6 +20,7 @@ from jaxfound.cli.launcher_flags import native_args
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
 from jaxfound.cli.report import report_command
+from jaxfound.cli.schedule import schedule_command
 from jaxfound.cli.train import train_command
 from jaxfound.cli.verify import verify_command, verify_stack_command
 
@@ -38,6 +39,7 @@ app.command("report")(report_command)
 app.command("plan")(plan_command)
 app.command("verify")(verify_command)
 app.command("verify-stack")(verify_stack_command)
+app.command("schedule")(schedule_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
 app.add_typer(data_app, name="data")
@@ -72,6 +74,7 @@ def refusals() -> tuple[type[Exception], ...]:
     # Rooms that were never imported cannot have raised.
     for module, name in (
         ("jaxfound.parallelism.legal", "PlanError"),
+        ("jaxfound.parallelism.pipeline.schedule", "ScheduleError"),
         ("jaxfound.models.weights.errors", "WeightsError"),
         ("jaxfound.training.events", "TrainingError"),
         ("jaxfound.resources.checkpoint.errors", "CheckpointError"),

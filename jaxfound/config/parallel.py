@@ -9,6 +9,9 @@ from jaxfound.config.schema import Section, key
 Positive = Annotated[int, Field(ge=1)]
 AxisName = Literal["pipeline", "data", "fsdp", "expert", "context", "tensor"]
 ZeroStage = Literal[0, 1, 2, 3]
+ScheduleName = Literal[
+    "gpipe", "1f1b", "paired_1f1b", "interleaved", "zero_bubble", "dualpipe", "dualpipev"
+]
 AXES: tuple[AxisName, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -36,6 +39,8 @@ class ParallelConfig(Section):
     num_microbatches: int = key(
         1, "pieces a global batch is cut into; gradients are summed over them", ge=1
     )
+    schedule: ScheduleName = key("paired_1f1b", "order of the stages' forward and backward passes")
+    chunks: int = key(2, "chunks of layers that each rank of the interleaved schedule holds", ge=1)
     layers_per_scan_step: Positive | Literal["all"] = key(
         1, "layers unrolled in one step of the scan over layers; all = no scan"
     )

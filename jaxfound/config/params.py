@@ -4,6 +4,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+# Dims that count layers: of the main stack, which a pipeline cuts, and of the dense one before it.
+LAYER_DIMS = ("layers", "leading_layers")
+STACK_DIMS = (*LAYER_DIMS, "experts")
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -31,7 +35,7 @@ class ParamSpec:
     @property
     def is_matrix(self) -> bool:
         """True when one layer's (one expert's) array has two dimensions or more."""
-        return sum(d not in ("layers", "experts") for d in self.dims) >= 2
+        return sum(d not in STACK_DIMS for d in self.dims) >= 2
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -14,6 +15,7 @@ from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.models.decoder import Decoder
 from jaxfound.models.execution import ONE_DEVICE, Execution
 from jaxfound.models.layers.parameter import Buffer
+from jaxfound.parallelism.pipeline.pipelining import layers_of
 
 # An array; in an `Arrays` that describes another, its shape or its sharding.
 Leaf = Any
@@ -72,7 +74,8 @@ class Frame:
     """A model without its arrays: turns a flat dict of arrays back into a Decoder inside a trace.
 
     Training keeps arrays as plain dicts keyed by the ParamTable's paths: cheap to dispatch,
-    readable in a checkpoint, and independent of the module library.
+    readable in a checkpoint, and independent of the module library. In a pipeline the arrays of the
+    main stack are stored chunk by chunk (`StageLayers`); `natural` puts their layers in order.
     """
 
     def __init__(self, cfg: ModelConfig, *, execution: Execution = ONE_DEVICE) -> None:
@@ -81,6 +84,8 @@ class Frame:
         self.execution = execution
         self._graph, state = nnx.split(model)
         self._variables = dict(nnx.to_flat_state(state))
+        pipelining, num_layers = execution.pipelining, cfg.num_layers - cfg.num_leading_layers
+        self.stages = None if pipelining is None else layers_of(pipelining, num_layers)
 
     def bind(self, *arrays: Mapping[str, jax.Array]) -> Decoder:
         """Return the model with these arrays; together they cover every path exactly once.
@@ -101,12 +106,14 @@ class Frame:
     def shardings(self, mesh: Mesh) -> "Arrays":
         """Return where each array lives on `mesh`."""
         spec = self.execution.rules.param_spec
-        return self._grouped(lambda v: NamedSharding(mesh, spec(dims_of(v), shape_of(v))))
+        return self._grouped(lambda v: NamedSharding(mesh, spec(dims_of(v), self._stored_shape(v))))
 
     def slot_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
         """Return where the moments of each parameter live on `mesh`."""
         spec = self.execution.rules.slot_spec
-        return self._grouped(lambda v: NamedSharding(mesh, spec(dims_of(v), shape_of(v)))).params
+        return self._grouped(
+            lambda v: NamedSharding(mesh, spec(dims_of(v), self._stored_shape(v)))
+        ).params
 
     def constrain_grads(self, grads: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Return gradients by path, each pinned to its place while micro-batches are summed."""
@@ -117,8 +124,40 @@ class Frame:
         return self._pinned(self.execution.rules.constrain_slot, arrays)
 
     def shapes(self) -> "Arrays":
-        """Return the shape and format of each array."""
-        return self._grouped(lambda v: v.get_value())
+        """Return the shape and format of each array as it is stored."""
+        return self._grouped(
+            lambda v: jax.ShapeDtypeStruct(self._stored_shape(v), v.get_value().dtype)
+        )
+
+    @property
+    def num_copies(self) -> int:
+        """How often each layer of the main stack is stored."""
+        return 1 if self.stages is None else self.stages.places.count(0)
+
+    def dims(self) -> "Arrays":
+        """Return the logical names of each array's dims."""
+        return self._grouped(dims_of)
+
+    def stored(self, arrays: Mapping[str, Leaf]) -> dict[str, Leaf]:
+        """Return natural arrays by path as they are stored: zeros where a place has no layer."""
+        stages = self.stages
+        if stages is None or stages.is_natural:
+            return dict(arrays)
+        places = np.asarray(stages.places)
+
+        def store(array: Leaf) -> Leaf:
+            there = (places >= 0).reshape(-1, *[1] * (array.ndim - 1))
+            return jnp.where(there, array[np.maximum(places, 0)], jnp.zeros((), array.dtype))
+
+        return {p: store(a) if in_main_stack(p) else a for p, a in arrays.items()}
+
+    def natural(self, arrays: Mapping[str, Leaf]) -> dict[str, Leaf]:
+        """Return stored arrays by path with the layers of the main stack once each, in order."""
+        stages = self.stages
+        if stages is None or stages.is_natural:
+            return dict(arrays)
+        first = stages.place_of_layer()
+        return {p: a[first] if in_main_stack(p) else a for p, a in arrays.items()}
 
     def fresh(self, seed: int) -> "Arrays":
         """Return new weights; the same seed gives the same weights on every mesh.
@@ -126,12 +165,17 @@ class Frame:
         Call it under jit with `shardings` as out_shardings, so that arrays are born in place.
         """
         model = Decoder(self.cfg, rngs=nnx.Rngs(seed), execution=self.execution)
-        return arrays_of(model)
+        return Arrays(*map(self.stored, arrays_of(model)))
+
+    def _stored_shape(self, variable: nnx.Variable) -> tuple[int, ...]:
+        shape = shape_of(variable)
+        cut = self.stages is not None and "layers" in dims_of(variable)
+        return (len(self.stages.places), *shape[1:]) if self.stages and cut else shape
 
     def _pinned(
         self, pin: Callable[..., jax.Array], arrays: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        dims = self._grouped(dims_of).params
+        dims = self.dims().params
         return {path: pin(array, *dims[path]) for path, array in arrays.items()}
 
     def _grouped(self, of: Callable[[nnx.Variable], Leaf]) -> "Arrays":
@@ -164,6 +208,11 @@ def dims_of(variable: nnx.Variable) -> tuple[str | None, ...]:
 def shape_of(variable: nnx.Variable) -> tuple[int, ...]:
     """Return the sizes of a variable's dims."""
     return tuple(variable.get_value().shape)
+
+
+def in_main_stack(path: str) -> bool:
+    """Return whether an array is of the layers that a pipeline cuts."""
+    return path.startswith("layers.")
 
 
 def dotted(path: Iterable[Hashable]) -> str:

@@ -1,12 +1,13 @@
 """The decoder: embedding, a leading dense stack, the main stack, head, extra predictions."""
 
 from functools import partial
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.block import Block, BlockInput
@@ -18,6 +19,9 @@ from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.models.mtp import MtpModule
 from jaxfound.parallelism.remat import rematerialize
+
+# A block, and whether it is a layer; None where all are.
+type Layer = tuple[Block, Bool[Array, ""] | None]
 
 
 class Hidden(NamedTuple):
@@ -93,11 +97,16 @@ class Decoder(nnx.Module):
 
     def hidden(self, tokens: Int[Array, "B T"], row: BlockInput) -> Hidden:
         """Return the decoder's output before the head."""
+        x = self.entering(tokens, row)
+        x, load = walk(self.layers, x, row, execution=self.execution)
+        return Hidden(self.final_norm(x), load)
+
+    def entering(self, tokens: Int[Array, "B T"], row: BlockInput) -> Float[Array, "B T D"]:
+        """Return the input of the main stack: the embedding behind the leading dense layers."""
         x = self.embedding(tokens)
         if self.leading is not None:
             x, _ = walk(self.leading, x, row, execution=self.execution)
-        x, load = walk(self.layers, x, row, execution=self.execution)
-        return Hidden(self.final_norm(x), load)
+        return x
 
     def logits(self, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the float32 logits of normalised states."""
@@ -129,10 +138,11 @@ def stack(
     execution: Execution,
     path: str,
 ) -> Block:
-    """Return `num_layers` blocks as one block whose arrays have a leading `layers` dim."""
+    """Return `num_layers` blocks as one block whose arrays have a leading dim of layers."""
+    dim = "leading_layers" if path == "leading" else "layers"
 
     @nnx.split_rngs(splits=num_layers)
-    @partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    @partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: dim})
     def make(rngs: nnx.Rngs) -> Block:
         return Block(cfg, ffn, rngs=rngs, execution=execution, path=path)
 
@@ -140,17 +150,40 @@ def stack(
 
 
 def walk(
-    blocks: Block, x: Float[Array, "B T D"], row: BlockInput, *, execution: Execution
+    blocks: Block,
+    x: Float[Array, "B T D"],
+    row: BlockInput,
+    *,
+    execution: Execution,
+    there: Bool[Array, " L"] | None = None,
+    apart: bool = False,
 ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
-    """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step."""
+    """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step.
 
-    def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
-        return block(x, row)
+    Args:
+        there: False for a block that is no layer: x passes it unchanged and it has no load. All are
+            layers by default.
+        apart: trace each block by itself, so that their backward passes can be told apart.
+    """
+
+    def one(x: jax.Array, layer: Layer) -> tuple[jax.Array, LoadStats | None]:
+        block, is_layer = layer
+        y, load = block(x, row)
+        if is_layer is None:
+            return y, load
+        kept = jax.tree.map(lambda a: jnp.where(is_layer, a, jnp.zeros((), a.dtype)), load)
+        return jnp.where(is_layer, y, x), kept
 
     num_layers = jax.tree.leaves(blocks)[0].shape[0]
     unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
-    layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers)
-    return jax.lax.scan(layer, x, blocks, unroll=unroll)
+    layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers and not apart)
+    if not apart:
+        return jax.lax.scan(layer, x, (blocks, there), unroll=unroll)
+    loads = []
+    for i in range(num_layers):
+        x, load = layer(x, jax.tree.map(itemgetter(i), (blocks, there)))
+        loads.append(load)
+    return x, jax.tree.map(lambda *each: jnp.stack(each), *loads)
 
 
 def walk_cached(

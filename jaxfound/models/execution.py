@@ -9,6 +9,7 @@ from jaxfound.config.params import ParamTable
 from jaxfound.config.precision import Format, PrecisionConfig
 from jaxfound.config.schema import ConfigError
 from jaxfound.parallelism.axes import TABLE_RULES, ShardingRules
+from jaxfound.parallelism.pipeline.pipelining import Pipelining
 from jaxfound.parallelism.plan import ParallelPlan
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -27,12 +28,14 @@ class Execution:
         rules: which dims the mesh axes split.
         layers_per_scan_step: layers unrolled in one scan step; 0 = all, no scan.
         remat: name of a recomputation policy (parallelism/remat.py).
+        pipelining: the pipeline over the main stack of layers; None for none.
     """
 
     precision: PrecisionConfig = FLOAT32
     rules: ShardingRules = TABLE_RULES
     layers_per_scan_step: int = 1
     remat: str = "none"
+    pipelining: Pipelining | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -73,4 +76,5 @@ def execution_of(plan: ParallelPlan, precision: PrecisionConfig) -> Execution:
         rules=plan.rules,
         layers_per_scan_step=plan.layers_per_scan_step,
         remat=plan.remat,
+        pipelining=None if plan.schedule is None else Pipelining.of(plan.schedule),
     )

@@ -27,21 +27,54 @@ BYTES_A_SCORE = 11
 
 
 def kept_bytes(layout: Layout) -> int:
-    """Return what the layers of one device keep of the micro-batches that are under way."""
-    model = layout.cfg.model
-    kept = KEPT[layout.remat]
-    dense = -(-dense_layers(model) // layout.degree("pipeline")) * kept(layout, False)
-    routed = -(-model.num_moe_layers // layout.degree("pipeline")) * kept(layout, True)
-    ahead = model.mtp_depth * kept(layout, model.ffn == "moe")
-    return (dense + routed) * under_way(layout) + ahead
+    """Return what the layers of one device keep of the micro-batch in its backward pass.
 
-
-def under_way(layout: Layout) -> int:
-    """Return the micro-batches whose activations a pipeline stage holds at one time, at most.
-
-    A 1F1B schedule runs as many forward passes ahead as there are stages.
+    Stages keep that of their own layers and of the larger end, for one micro-batch at a time:
+    `stage_slot_bytes` is what they hold of the others.
     """
-    return min(layout.degree("pipeline"), layout.num_microbatches)
+    model = layout.cfg.model
+    kept, routed = KEPT[layout.remat], model.ffn == "moe"
+    ahead = model.mtp_depth * kept(layout, routed)
+    leading = model.num_leading_layers * kept(layout, False)
+    if layout.pipeline is None:
+        main = model.num_layers - model.num_leading_layers
+        return leading + main * kept(layout, routed) + ahead
+    return layout.pipeline.stages.layers_a_chunk * kept(layout, routed) + max(leading, ahead)
+
+
+def stage_slot_bytes(layout: Layout) -> int:
+    """Return what a rank of a pipeline holds for other ticks: slots of its schedule's tables.
+
+    Inputs of its stages and gradients of their outputs, one slot of each for what nobody needs;
+    and of micro-batches between I and W, what the gradients of a chunk's weights are made from.
+    """
+    staged = layout.pipeline
+    if staged is None:
+        return 0
+    routed = layout.cfg.model.ffn == "moe"
+    rows = (staged.num_input_slots + 1 + staged.num_grad_slots + 1) * stream_bytes(layout, routed)
+    chunk = staged.stages.layers_a_chunk * weight_grad_bytes(layout, routed)
+    return rows + staged.num_kept_slots * chunk
+
+
+def weight_grad_bytes(layout: Layout, routed: bool) -> int:
+    """Return the bytes that the gradients of a layer's weights are made from.
+
+    The inputs of its products and the gradients of their outputs, each counted as the outputs are:
+    a product's output is the next one's input. Of experts, the rows of their tiles, the worst
+    case: two of the stream's width and three of the experts' a row. Tokens that are exchanged in
+    pieces pass a loop, whose backward pass makes the gradients of the experts at once: themselves.
+    """
+    both = 2 * products_bytes(layout, routed)
+    if not routed:
+        return both
+    width, hidden = (
+        layout.cfg.model.embed_dim,
+        layout.channels("ffn", layout.cfg.model.moe.expert_dim),
+    )
+    if num_pieces(layout) > 1:
+        return both + experts_here(layout) * 3 * width * hidden * FLOAT32_BYTES
+    return both + tile_rows(layout) * (2 * width + 3 * hidden) * layout.compute_bytes
 
 
 def working_bytes(layout: Layout) -> int:
@@ -52,15 +85,15 @@ def working_bytes(layout: Layout) -> int:
     holds room for.
     """
     model = layout.cfg.model
-    kinds = [False] * (dense_layers(model) > 0) + [True] * (model.ffn == "moe")
+    kinds = [False] * has_dense_layers(model) + [True] * (model.ffn == "moe")
     widest = max(everything_bytes(layout, routed) for routed in kinds)
     piece = tile_bytes(layout) if kinds[-1] and num_pieces(layout) > 1 else 0
     return int(WORKING_SHARE * (widest + piece)) + score_bytes(layout)
 
 
-def dense_layers(model: ModelConfig) -> int:
-    """Return the layers with a dense feed-forward, further predictions' apart."""
-    return model.num_layers - model.num_moe_layers
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Return whether some layer has a dense feed-forward, further predictions' apart."""
+    return model.num_layers > model.num_moe_layers
 
 
 def stream_bytes(layout: Layout, routed: bool) -> int:
@@ -130,11 +163,23 @@ def tile_bytes(layout: Layout) -> int:
     Shapes are those of the worst case: all tokens of all devices along `expert` go to this one.
     """
     moe, width = layout.cfg.model.moe, layout.compute_bytes
-    most, here = most_choices(layout) // num_pieces(layout), experts_here(layout)
-    slots = (most + min(here, most) * (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
+    slots = tile_rows(layout)
     hidden = 6 * layout.channels("ffn", moe.expert_dim)
-    rows = slots + (2 * most if layout.degree("expert") > 1 else 0)
+    exchanged = 2 * piece_choices(layout) if layout.degree("expert") > 1 else 0
+    rows = slots + exchanged
     return width * (slots * hidden + rows * layout.cfg.model.embed_dim)
+
+
+def tile_rows(layout: Layout) -> int:
+    """Return the rows of the tiles of one piece, each expert's padded to whole tiles."""
+    most = piece_choices(layout)
+    padding = min(experts_here(layout), most) * (TILE_ROWS - 1)
+    return (most + padding) // TILE_ROWS * TILE_ROWS
+
+
+def piece_choices(layout: Layout) -> int:
+    """Return the choices that this device's experts may have to serve at one time."""
+    return most_choices(layout) // num_pieces(layout)
 
 
 def experts_here(layout: Layout) -> int:

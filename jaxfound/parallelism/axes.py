@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxfound.config.parallel import AXES, AxisName, ZeroStage
+from jaxfound.config.params import LAYER_DIMS
 
 BATCH_AXES: tuple[AxisName, ...] = ("data", "fsdp", "expert")
 
@@ -126,9 +127,9 @@ class ShardingRules:
         if not asking:
             return None
         pieces = [self.pieces(axes) for axes in self.used_axes(dims)]
-        others = [i for i in named if i not in asking and dims[i] != "layers"]
+        others = [i for i in named if i not in asking and dims[i] not in LAYER_DIMS]
         others.sort(key=lambda i: (pieces[i] > 1, -shape[i], i))
-        last = [i for i in named if dims[i] == "layers" and layers]
+        last = [i for i in named if dims[i] in LAYER_DIMS and layers]
         fsdp = self.degree("fsdp")
         fitting = (i for i in asking + others + last if shape[i] % (pieces[i] * fsdp) == 0)
         return next(fitting, None)
@@ -187,23 +188,23 @@ class ShardingRules:
         """Return `fn` run by each device on its own shards, when the mesh has more than one.
 
         Sorts and top-k are whole-array operations to the partitioner: left to it, every token
-        would be gathered on every device.
+        would be gathered on every device. Inside a pipeline, where every axis but tensor is manual
+        already, arrays are shards of those and `fn` may name them too.
 
         Args:
             fn: sees shards; sums over an axis with `sum_over`.
             takes: how each argument lies on the mesh.
             gives: how the results lie.
         """
-        mesh = jax.sharding.get_abstract_mesh()
-        manual = {a for a in mesh.axis_names if mesh.shape[a] > 1}
+        manual = free_axes()
         if not manual:
             return fn
         outs = gives if isinstance(gives, tuple) else (gives,)
-        specs = tuple(_only(s, manual) for s in outs)
+        specs = tuple(only(s, manual) for s in outs)
         # check_vma off: the shards' types would have to be cast by hand around every scatter.
         return jax.shard_map(
             fn,
-            in_specs=tuple(_only(s, manual) for s in takes),
+            in_specs=tuple(only(s, manual) for s in takes),
             out_specs=specs if isinstance(gives, tuple) else specs[0],
             axis_names=manual,
             check_vma=False,
@@ -229,10 +230,25 @@ class ShardingRules:
 TABLE_RULES = ShardingRules()
 
 
-def sum_over(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Return the sum of x over a mesh axis inside `on_each_device`; x itself when it is one."""
+def free_axes() -> set[str]:
+    """Return the axes above one device that the mesh in force leaves to the partitioner."""
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.lax.psum(x, axis) if mesh.shape.get(axis, 1) > 1 else x
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1}
+
+
+def is_manual(axis: AxisName) -> bool:
+    """Return whether arrays here are one device's shards along an axis of several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape.get(axis, 1) > 1 and axis not in free_axes()
+
+
+def sum_over(x: jax.Array, axis: AxisName) -> jax.Array:
+    """Return the sum of x over a mesh axis whose shards are handled here; x itself elsewhere.
+
+    Call it inside `on_each_device`, or where a pipeline has made the axis manual.
+    """
+    return jax.lax.psum(x, axis) if is_manual(axis) else x
 
 
 def _spec(axes: Axes) -> PartitionSpec:
@@ -246,10 +262,12 @@ def _pin(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if mesh.empty:
         return x
     free = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto}
-    return jax.lax.with_sharding_constraint(x, _only(spec, free))
+    if not free:
+        return x
+    return jax.lax.with_sharding_constraint(x, only(spec, free))
 
 
-def _only(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
+def only(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
     """Return `spec` without the axes that are not in `axes`."""
     entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
     return PartitionSpec(*(tuple(n for n in e if n in axes) or None for e in entries))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfound.config.parallel import AxisName
-from jaxfound.parallelism.axes import ShardingRules
+from jaxfound.parallelism.axes import ShardingRules, is_manual
 
 AXIS: AxisName = "context"
 # Chunks of a row on one device: an early one and the late one that makes up for it.
@@ -82,6 +82,16 @@ def whole_rows(x: jax.Array, *dims: str | None, rules: ShardingRules) -> jax.Arr
     back = rules.on_each_device(scatter, takes=(copies,), gives=parts)
     whole.defvjp(lambda x: (whole(x), None), lambda _, grad: (back(grad),))
     return whole(x)
+
+
+def of_whole_rows(ids: jax.Array) -> jax.Array:
+    """Return ids [B T] of whole arranged rows, of which a device of a pipeline holds a part."""
+    return jax.lax.all_gather(ids, AXIS, axis=1, tiled=True) if is_manual(AXIS) else ids
+
+
+def parts_here() -> int:
+    """Return the devices' parts that the rows of an array consist of here: 1 in a pipeline."""
+    return 1 if is_manual(AXIS) else context_degree()
 
 
 def _chunks_moved(x: jax.Array, order: tuple[int, ...]) -> jax.Array:

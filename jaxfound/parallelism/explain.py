@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.parallelism.memory import Ledger
+from jaxfound.parallelism.pipeline.facts import Pipeline
 from jaxfound.parallelism.placement import Placement
 from jaxfound.parallelism.wires import Wire
 
@@ -68,6 +69,36 @@ def host_lines(degrees: Mapping[AxisName, int], placement: Placement) -> Iterato
         yield f"{here}; {' x '.join(across)} goes over the network"
     if used != [axis for axis in AXES if degrees[axis] > 1]:
         yield f"devices are walked by {', '.join(used)}, the last over neighbours"
+
+
+def pipeline_lines(pipeline: Pipeline) -> Iterator[str]:
+    """Yield the schedule of the stages, how long ranks wait, and what they have in flight."""
+    schedule, stages = pipeline.schedule, pipeline.stages
+    chunks = _counted(schedule.num_chunks, "chunk")
+    layers = _counted(stages.layers_a_chunk, "layer")
+    yield (
+        f"pipeline: {schedule.name}, {schedule.num_ranks} ranks of {chunks}, "
+        f"{schedule.num_stages} stages of {layers}, {_counted(stages.num_masked, 'masked place')}, "
+        f"{_counted(schedule.num_copies, 'copy', 'copies')}, "
+        f"{_counted(schedule.num_microbatches, 'micro-batch', 'micro-batches')}"
+    )
+    yield (
+        f"  a rank waits {pipeline.bubble:.1%} of the step where it runs as soon as it can and F, "
+        "I, W cost the same"
+    )
+    yield (
+        f"  {pipeline.num_ticks} ticks in lockstep, B running F again: {pipeline.efficiency:.1%} "
+        "of the ranks' time is work"
+    )
+    peaks = ", ".join(str(n) for n in pipeline.peaks)
+    same = "each" if len(set(pipeline.peaks)) == 1 else f"by rank {peaks}"
+    yield f"  micro-batches in flight on a rank: at most {max(pipeline.peaks)}, {same}"
+
+
+def _counted(count: int, one: str, many: str = "") -> str:
+    if count == 1:
+        return f"1 {one}"
+    return f"{count or 'no'} {many or one + 's'}"
 
 
 def state_lines(num_params: int, state_bytes: int, *, num_devices: int) -> Iterator[str]:

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxfound.config.parallel import AXES, AxisName
-from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.config.params import LAYER_DIMS, ParamSpec, ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.parallelism.axes import ACTIVATION_AXES, BATCH_AXES, Axes, Dims, ShardingRules
+from jaxfound.parallelism.pipeline.facts import Pipeline
 
 FLOAT32_BYTES = 4
+# The dim that stages cut.
+STAGED_DIM = "layers"
 FORMAT_BYTES = {"float32": 4, "bfloat16": 2}
 # Where a parameter is kept, or lies while it is used: a method of the rules.
 type Place = Callable[[Dims, tuple[int, ...]], Axes]
@@ -25,6 +28,7 @@ class Layout:
         rules: which axes cut which dims, with the degrees and the ZeRO stage.
         remat: recomputation policy.
         num_microbatches: pieces of the global batch.
+        pipeline: the schedule of the stages; None without stages.
     """
 
     cfg: RunConfig
@@ -32,6 +36,7 @@ class Layout:
     rules: ShardingRules
     remat: str
     num_microbatches: int
+    pipeline: Pipeline | None = None
 
     def degree(self, axis: AxisName) -> int:
         """Return the devices along `axis`."""
@@ -70,19 +75,48 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
-        """Layers that one device runs for a micro-batch, further predictions' included."""
+        """Layers that the busiest device runs for a micro-batch, further predictions' included."""
         model = self.cfg.model
-        return -(-model.num_layers // self.degree("pipeline")) + model.mtp_depth
+        if self.pipeline is None:
+            return model.num_layers + model.mtp_depth
+        return self.pipeline.layers_run + max(model.num_leading_layers, model.mtp_depth)
 
     @property
     def recomputes(self) -> bool:
         """Whether the backward pass runs a layer's forward pass again."""
         return self.remat != "none"
 
+    @property
+    def forward_passes(self) -> int:
+        """Times that a layer's forward pass runs: stages keep their input alone and run it again.
+
+        A policy of recomputation then runs each layer of the stage once more.
+        """
+        return 1 + (self.pipeline is not None) + self.recomputes
+
+    def stored_shape(self, spec: ParamSpec) -> tuple[int, ...]:
+        """Return the shape in which a parameter is stored: of the main stack, every place."""
+        if self.pipeline is None:
+            return spec.shape
+        places = self.pipeline.num_places
+        sizes = zip(spec.dims, spec.shape, strict=True)
+        return tuple(places if dim == STAGED_DIM else size for dim, size in sizes)
+
+    def stored(self) -> ParamTable:
+        """Return the parameters in the shapes in which they are stored."""
+        return ParamTable(tuple(replace(s, shape=self.stored_shape(s)) for s in self.params))
+
+    def layers_here(self, spec: ParamSpec) -> int:
+        """Return the layers of one device that are stacked in an array."""
+        if self.pipeline is not None and STAGED_DIM in spec.dims:
+            return self.pipeline.layers_held
+        return stack_size(spec)
+
     def elements(self, spec: ParamSpec, place: Place) -> int:
         """Return the elements of a parameter, its gradient or a moment on one device."""
-        cuts = (self.rules.pieces(axes) for axes in place(spec.dims, spec.shape))
-        return math.prod(-(-n // cut) for n, cut in zip(spec.shape, cuts, strict=True))
+        shape = self.stored_shape(spec)
+        cuts = (self.rules.pieces(axes) for axes in place(spec.dims, shape))
+        return math.prod(-(-n // cut) for n, cut in zip(shape, cuts, strict=True))
 
     def used_elements(self, spec: ParamSpec) -> int:
         """Return the elements on one device while the parameter is used: whole over fsdp."""
@@ -105,4 +139,18 @@ def in_layer(spec: ParamSpec) -> bool:
 
 def stack_size(spec: ParamSpec) -> int:
     """Return the layers that are stacked in one array."""
-    return spec.shape[spec.dims.index("layers")] if "layers" in spec.dims else 1
+    return next((n for d, n in zip(spec.dims, spec.shape, strict=True) if d in LAYER_DIMS), 1)
+
+
+def is_shared(spec: ParamSpec) -> bool:
+    """Return whether every rank of a pipeline holds a parameter whole: it is of no stage's layers.
+
+    The embedding and the dense layers before the main stack run on the first stage, the last norm,
+    the head and further predictions on the last.
+    """
+    return STAGED_DIM not in spec.dims
+
+
+def runs_first(spec: ParamSpec) -> bool:
+    """Return whether a shared parameter is the first stage's; the others are the last's."""
+    return spec.path.startswith(("embedding.", "leading."))

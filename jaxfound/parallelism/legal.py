@@ -5,17 +5,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.parallel import AXES, AxisName, ZeroStage
 from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.config.run import RunConfig, divisors
 from jaxfound.parallelism import zero
 from jaxfound.parallelism.axes import BATCH_AXES, ShardingRules
 from jaxfound.parallelism.context import CHUNKS_EACH
-from jaxfound.parallelism.layout import Layout
+from jaxfound.parallelism.layout import STAGED_DIM, Layout
+from jaxfound.parallelism.pipeline.facts import Pipeline, pipeline_of
+from jaxfound.parallelism.pipeline.schedule import ScheduleError
 
-# Axes whose collectives this version writes; the others are refused above degree 1 by whoever
-# wants to run, and can be read about.
-SPLITTABLE: tuple[AxisName, ...] = ("data", "fsdp", "expert", "context", "tensor")
+# Axes whose collectives this version writes; another would be refused above degree 1 by whoever
+# wants to run, and could be read about.
+SPLITTABLE: tuple[AxisName, ...] = AXES
+# Layers of a chunk whose backward pass is cut into I and W: they are unrolled.
+MOST_UNROLLED = 8
+# What fsdp cuts at most where stages keep parameters at hand.
+STAGED_ZERO: ZeroStage = 2
 Purpose = Literal["run", "read"]
 
 
@@ -69,18 +75,89 @@ def check_can_run(degrees: Mapping[AxisName, int]) -> None:
 def choose_rules(
     cfg: RunConfig, degrees: Mapping[AxisName, int]
 ) -> tuple[ShardingRules, list[str]]:
-    """Return the rules for this model and the notes that explain departures from the table."""
+    """Return the rules for this model and the notes that explain departures from the table.
+
+    Raises:
+        PlanError: if fsdp is to cut parameters that stages use in every tick.
+    """
     tensor, kv_heads = degrees["tensor"], cfg.model.gqa.num_kv_heads
-    rules = ShardingRules(
-        zero_stage=cfg.parallel.zero_stage, degrees=tuple(degrees[a] for a in AXES)
-    )
+    stage, notes = choose_zero_stage(cfg, degrees)
+    rules = ShardingRules(zero_stage=stage, degrees=tuple(degrees[a] for a in AXES))
     if cfg.model.mixer == "gqa" and kv_heads % tensor:
         note = (
             f"num_kv_heads={kv_heads} does not divide over tensor={tensor}: every tensor-parallel "
             "device holds and computes all keys and values"
         )
-        return replace(rules, unsplit=("kv_heads",)), [note]
-    return rules, []
+        return replace(rules, unsplit=("kv_heads",)), [note, *notes]
+    return rules, notes
+
+
+def choose_zero_stage(
+    cfg: RunConfig, degrees: Mapping[AxisName, int]
+) -> tuple[ZeroStage, list[str]]:
+    """Return the ZeRO stage that was asked; below a pipeline 2 where nobody asked for 3.
+
+    Raises:
+        PlanError: if 3 was asked for with stages.
+    """
+    stage = cfg.parallel.zero_stage
+    if stage < 3 or degrees["pipeline"] == 1 or degrees["fsdp"] == 1:
+        return stage, []
+    every_tick = "parameters cut over fsdp would be gathered again in every tick of the pipeline"
+    if "zero_stage" in cfg.parallel.model_fields_set:
+        raise PlanError(
+            f"parallel.zero_stage=3 with pipeline={degrees['pipeline']}: {every_tick}. "
+            f"Set parallel.zero_stage={STAGED_ZERO}"
+        )
+    note = (
+        f"ZeRO stage {STAGED_ZERO} and not 3, which is what zero_stage is when nobody says: "
+        f"{every_tick}"
+    )
+    return STAGED_ZERO, [note]
+
+
+def stages_of(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> Pipeline | None:
+    """Return the schedule of the stages with what follows from it; None without stages.
+
+    Raises:
+        PlanError: if the schedule cannot take these ranks, micro-batches or layers.
+    """
+    ranks, asked, model = degrees["pipeline"], cfg.parallel, cfg.model
+    if ranks == 1:
+        return None
+    try:
+        found = pipeline_of(
+            asked.schedule,
+            num_ranks=ranks,
+            num_microbatches=asked.num_microbatches,
+            num_chunks=asked.chunks,
+            num_layers=model.num_layers - model.num_leading_layers,
+        )
+    except ScheduleError as refusal:
+        raise PlanError(f"parallel.pipeline={ranks}, parallel.schedule={refusal}") from refusal
+    check_unrolled(found)
+    return found
+
+
+def check_unrolled(pipeline: Pipeline) -> None:
+    """Refuse to cut the backward pass of more layers than are unrolled.
+
+    Raises:
+        PlanError: with the fewest ranks that would do.
+    """
+    most, schedule = pipeline.stages.layers_a_chunk, pipeline.schedule
+    if most <= MOST_UNROLLED or not schedule.splits_backward:
+        return
+    chunks_apart = schedule.num_stages // schedule.num_ranks * MOST_UNROLLED
+    fewest = -(-pipeline.num_layers // chunks_apart)
+    # Two directions need an even number of ranks.
+    fewest += fewest % schedule.num_copies
+    raise PlanError(
+        f"parallel.schedule={schedule.name} cuts backward passes into the gradients of inputs and "
+        f"of weights, for which the layers of a chunk are unrolled, {MOST_UNROLLED} at most: with "
+        f"pipeline={schedule.num_ranks} a chunk has {most}. Use parallel.schedule=paired_1f1b, or "
+        f"parallel.pipeline={fewest} or more"
+    )
 
 
 def layout_of(
@@ -89,7 +166,7 @@ def layout_of(
     """Return the layout of `cfg` at these degrees and what a reader should know of it.
 
     Raises:
-        PlanError: if the rows or a dimension do not divide.
+        PlanError: if the rows, a dimension or the schedule of the stages do not fit.
     """
     rules, notes = choose_rules(cfg, degrees)
     check_rows(cfg, degrees)
@@ -100,8 +177,9 @@ def layout_of(
         rules=rules,
         remat=cfg.parallel.remat,
         num_microbatches=cfg.parallel.num_microbatches,
+        pipeline=stages_of(cfg, degrees),
     )
-    return layout, [*notes, *zero.notes(params, rules)]
+    return layout, [*notes, *zero.notes(layout.stored(), rules)]
 
 
 def check_cuts(
@@ -178,10 +256,13 @@ def check_dims(
 
 
 def splits(spec: ParamSpec, *, rules: ShardingRules) -> Iterator[tuple[str, int, AxisName]]:
-    """Yield every dim of a parameter that is split, its size, and the axis that splits it."""
+    """Yield every dim of a parameter that is split, its size, and the axis that splits it.
+
+    Not the stack of layers: stages that have fewer than the others are filled up.
+    """
     cuts = rules.param_axes(spec.dims, spec.shape)
     for dim, size, axes in zip(spec.dims, spec.shape, cuts, strict=True):
-        for axis in axes:
+        for axis in axes if dim != STAGED_DIM else ():
             yield dim or "", size, axis
 
 

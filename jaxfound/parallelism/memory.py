@@ -5,16 +5,31 @@ arrays are float32, and a compiled step's arguments are `Ledger.argument_bytes`.
 buffers are estimates.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jaxfound.config.params import ParamTable
-from jaxfound.parallelism.activations import kept_bytes, working_bytes
-from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, Place, in_layer, stack_size
+from jaxfound.parallelism.activations import kept_bytes, stage_slot_bytes, working_bytes
+from jaxfound.parallelism.layout import (
+    FLOAT32_BYTES,
+    Layout,
+    Place,
+    in_layer,
+    is_shared,
+    runs_first,
+)
 
 Kind = Literal[
-    "parameters", "gradients", "optimizer", "inputs", "activations", "logits", "buffers", "margin"
+    "parameters",
+    "gradients",
+    "optimizer",
+    "inputs",
+    "activations",
+    "stage slots",
+    "logits",
+    "buffers",
+    "margin",
 ]
 # Of the memory, left free for fragments and for what the driver and the collectives allocate: the
 # share that XLA's own scheduler leaves (its xla_gpu_memory_limit_slop_factor is 95).
@@ -25,6 +40,8 @@ BATCH_BYTES_A_TOKEN = 17
 COUNTER_BYTES = 12
 # By how many times a gradient is there at the peak.
 GRADIENTS = ("made after the peak", "float32", "of one micro-batch and the sum of all, float32")
+# What stages add up in every tick is there all the time.
+STAGED_GRADIENTS = "sum of all micro-batches, float32, whole over fsdp until the end of the step"
 # Logits of a chunk in the backward pass: themselves and their gradient, float32.
 LOGIT_COPIES = 2
 
@@ -124,12 +141,13 @@ class State:
 
     Attributes:
         parameters: float32.
-        gradients: of one micro-batch, or of the sum of all.
+        gradients: of one micro-batch, or of the sum of all; of stages, what they add up in.
         optimizer: what the update rule keeps.
         biases: routers' biases.
-        layer_buffers: weights of the widest layer in use, and its gradients before they are cut.
+        layer_buffers: weights of the widest layer in use, and its gradients before they are cut;
+            of stages, a chunk's before they are added up.
         end_buffers: the same of the embedding or the head, the larger; they wait through the
-            layers.
+            layers. Of stages, the gradients of all that one end has.
         rule: name of the update rule.
     """
 
@@ -143,24 +161,26 @@ class State:
 
     def with_activations(self, layout: Layout, *, capacity_bytes: int) -> Ledger:
         """Return the ledger of a layout that has this state."""
-        several = layout.num_microbatches > 1
         kept, working, logits = kept_bytes(layout), working_bytes(layout), logit_bytes(layout)
         buffers = self.layer_buffers + self.end_buffers
-        backward = working + buffers + self.gradients
-        at_loss = logits + self.end_buffers
         held = f"{layout.rows} x {layout.row_tokens:,} tokens, remat={layout.remat}"
-        if at_loss > backward:
-            peak = (several * self.gradients, kept, logits, self.end_buffers)
+        # Of the sum over micro-batches, and of the one in its backward pass.
+        summed = self.gradients if layout.num_microbatches > 1 or layout.pipeline else 0
+        own = 0 if layout.pipeline else self.gradients
+        if logits + self.end_buffers > working + buffers + own:
+            peak = (summed, kept, logits, self.end_buffers)
         else:
-            peak = ((1 + several) * self.gradients, kept + working, 0, buffers)
+            peak = (summed + own, kept + working, 0, buffers)
+        gradients = GRADIENTS[peak[0] // max(self.gradients, 1)]
         chunk = f"{layout.chunk_tokens:,} tokens of a row at a time"
         freed = "" if peak[2] else f"; {logits:,} B, freed before the peak"
         entries = (
             Entry("parameters", self.parameters, "float32"),
-            Entry("gradients", peak[0], GRADIENTS[peak[0] // max(self.gradients, 1)]),
+            Entry("gradients", peak[0], STAGED_GRADIENTS if layout.pipeline else gradients),
             Entry("optimizer", self.optimizer, f"{self.rule}, float32"),
             Entry("inputs", self.biases + batch_bytes(layout), "batch, counters, routers' biases"),
             Entry("activations", peak[1], held),
+            *slot_entries(layout),
             Entry("logits", peak[2], f"{chunk}{freed}"),
             Entry("buffers", peak[3], "weights in use, gradients before they are cut"),
             Entry("margin", int(MARGIN * capacity_bytes), f"{MARGIN:.0%} of the memory left free"),
@@ -178,13 +198,39 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
     layer, ends = buffer_bytes(layout)
     return State(
         parameters=_float32_bytes(layout, rules.param_axes),
-        gradients=_float32_bytes(layout, rules.grad_axes),
+        gradients=gradient_bytes(layout),
         optimizer=optimizer,
-        biases=sum(s.size * FLOAT32_BYTES for s in layout.params if s.kind == "buffer"),
+        biases=sum(
+            FLOAT32_BYTES * layout.elements(s, rules.param_axes)
+            for s in layout.params
+            if s.kind == "buffer"
+        ),
         layer_buffers=layer,
         end_buffers=ends,
         rule=layout.cfg.optimizer.name,
     )
+
+
+def gradient_bytes(layout: Layout) -> int:
+    """Return the bytes of one set of gradients on a device.
+
+    What stages add up in is whole over fsdp, whatever the ZeRO stage: a reduce_scatter in every
+    tick would be one for each micro-batch. It is cut when the step's are summed.
+    """
+    if layout.pipeline is not None:
+        return FLOAT32_BYTES * sum(layout.used_elements(s) for s in layout.trained())
+    return _float32_bytes(layout, layout.rules.grad_axes)
+
+
+def slot_entries(layout: Layout) -> Iterator[Entry]:
+    """Yield the line of a pipeline's slots, where there is one."""
+    staged = layout.pipeline
+    if staged is None:
+        return
+    told = f"{staged.num_input_slots} + 1 inputs, {staged.num_grad_slots} + 1 gradients of stages"
+    if staged.num_kept_slots:
+        told += f", {staged.num_kept_slots} of what weights' gradients are made from"
+    yield Entry("stage slots", stage_slot_bytes(layout), told)
 
 
 def _float32_bytes(layout: Layout, place: Place) -> int:
@@ -210,17 +256,43 @@ def buffer_bytes(layout: Layout) -> tuple[int, int]:
     """Return the bytes of weights in the format of compute and of gradients before they are cut.
 
     Of the widest layer, whole over fsdp; and of the embedding or the head, which are never in use
-    at one time.
+    at one time. Stages have the gradients of a whole chunk, and of all of an end, before they add
+    them to their sums.
     """
+    layer, end = widest(layout)
+    if layout.pipeline is None:
+        both = layout.compute_bytes + FLOAT32_BYTES
+        return both * layer, both * end
+    chunk, ends = stage_elements(layout, layout.pipeline.schedule.num_chunks)
+    in_use = layout.compute_bytes * layer, layout.compute_bytes * end
+    return in_use[0] + FLOAT32_BYTES * chunk, in_use[1] + FLOAT32_BYTES * ends
+
+
+def widest(layout: Layout) -> tuple[int, int]:
+    """Return the elements of the widest layer in use, and of the embedding or the head."""
     a_layer: dict[str, int] = {}
     end = 0
     for spec in layout.trained():
         used = layout.used_elements(spec)
         if in_layer(spec):
             stack = spec.path.partition(".mixer")[0].partition(".ffn")[0]
-            layers = -(-stack_size(spec) // layout.degree("pipeline"))
-            a_layer[stack] = a_layer.get(stack, 0) + used // layers
+            a_layer[stack] = a_layer.get(stack, 0) + used // layout.layers_here(spec)
         else:
             end = max(end, used)
-    both = layout.compute_bytes + FLOAT32_BYTES
-    return both * max(a_layer.values(), default=0), both * end
+    return max(a_layer.values(), default=0), end
+
+
+def stage_elements(layout: Layout, num_chunks: int) -> tuple[int, int]:
+    """Return the elements of a chunk, and of what one end has besides, the first or the last.
+
+    The last reads the embedding too where it is the head, or where it predicts further ahead.
+    """
+    model = layout.cfg.model
+    held = first = last = 0
+    for spec in layout.trained():
+        used = layout.used_elements(spec)
+        held += 0 if is_shared(spec) else used
+        first += used if is_shared(spec) and runs_first(spec) else 0
+        again = spec.path.startswith("embedding.") and (model.tie_embeddings or model.mtp_depth)
+        last += used if is_shared(spec) and (again or not runs_first(spec)) else 0
+    return held // num_chunks, max(first, last)

@@ -9,17 +9,18 @@ from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.parallelism.axes import BATCH_AXES, TABLE_RULES, ShardingRules
-from jaxfound.parallelism.compute import EFFICIENCY, bubble, compute_seconds
+from jaxfound.parallelism.compute import EFFICIENCY, compute_seconds, part_flops, uneven
 from jaxfound.parallelism.explain import (
     axis_lines,
     host_lines,
     ledger_lines,
+    pipeline_lines,
     seconds_text,
     state_lines,
     verdict_text,
 )
 from jaxfound.parallelism.layout import Layout
-from jaxfound.parallelism.legal import SPLITTABLE, Purpose, layout_of, resolve_degrees
+from jaxfound.parallelism.legal import Purpose, layout_of, resolve_degrees
 from jaxfound.parallelism.memory import (
     MARGIN,
     Ledger,
@@ -28,12 +29,16 @@ from jaxfound.parallelism.memory import (
     state_of,
     whole_state_bytes,
 )
+from jaxfound.parallelism.pipeline.facts import Pipeline, pipeline_of
+from jaxfound.parallelism.pipeline.schedule import Schedule
+from jaxfound.parallelism.pipeline.stages import StageLayers
 from jaxfound.parallelism.placement import Placement
 from jaxfound.parallelism.remedies import remedies
-from jaxfound.parallelism.wires import Wire, amounts_of, best_placement, check_tensor, timed
+from jaxfound.parallelism.traffic import amounts_of
+from jaxfound.parallelism.wires import Wire, best_placement, check_tensor, timed
 from jaxfound.resources.topology import Topology
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # A count of devices alone: one host of a kind that nothing is known of.
 UNKNOWN_KIND = "device of unknown kind"
 CUT_TEXT = {
@@ -48,6 +53,8 @@ JAX_SHARE, JAX_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 POLICIES: tuple[str, ...] = tuple(EFFICIENCY)
 MESH_ORDER = Placement()
 NO_LEDGER = Ledger()
+# From this share on, what stages that are not alike add to a step is said.
+UNEVEN_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class ParallelPlan:
         ledger: bytes of one device by kind.
         wires: what each axis sends in a step.
         compute_s: seconds of a step's arithmetic; None where the peak is not known.
+        schedule: when each rank runs which stage; None without stages.
+        stages: which layers each chunk holds; None without stages.
         notes: decisions a reader should know, one sentence each.
     """
 
@@ -82,6 +91,8 @@ class ParallelPlan:
     ledger: Ledger = NO_LEDGER
     wires: tuple[Wire, ...] = ()
     compute_s: float | None = None
+    schedule: Schedule | None = None
+    stages: StageLayers | None = None
     notes: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -104,7 +115,20 @@ class ParallelPlan:
     def wire_s(self) -> float | None:
         """Seconds of all traffic of a step, one after the other; None where a link is unknown."""
         seconds = [wire.seconds for wire in self.wires]
-        return None if None in seconds else sum(cast(list[float], seconds))
+        return None if None in seconds else sum(cast(list[float], seconds), 0.0)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What follows from the schedule and the stages; None without stages."""
+        if self.schedule is None or self.stages is None:
+            return None
+        return pipeline_of(
+            self.schedule.name,
+            num_ranks=self.schedule.num_ranks,
+            num_microbatches=self.schedule.num_microbatches,
+            num_chunks=self.schedule.num_chunks,
+            num_layers=max(self.stages.places) + 1,
+        )
 
     def degree(self, axis: AxisName) -> int:
         """Return the devices along `axis`."""
@@ -127,6 +151,8 @@ class ParallelPlan:
             "device_order": list(self.placement.order),
             "zero_stage": self.rules.zero_stage,
             "num_microbatches": self.num_microbatches,
+            "schedule": self.schedule.name if self.schedule is not None else None,
+            "pipeline": self.pipeline.as_data() if self.pipeline is not None else None,
             "layers_per_scan_step": self.layers_per_scan_step,
             "remat": self.remat,
             "memory_bytes": {**ledger, "total": self.ledger.total_bytes},
@@ -193,6 +219,8 @@ def make_plan(
         ledger=ledger,
         wires=wires,
         compute_s=compute_s,
+        schedule=layout.pipeline.schedule if layout.pipeline is not None else None,
+        stages=layout.pipeline.stages if layout.pipeline is not None else None,
         notes=tuple(notes),
     )
 
@@ -214,19 +242,17 @@ def choose_remat(layout: Layout, *, slots: Slots, capacity_bytes: int) -> tuple[
 
 
 def stage_notes(layout: Layout) -> Iterator[str]:
-    """Yield what is to be said of axes that cannot run yet, and of stages that wait."""
-    later = [a for a in AXES if layout.degree(a) > 1 and a not in SPLITTABLE]
-    if later:
-        yield (
-            f"{', '.join(later)}: planned here, but this version cannot run it; "
-            f"it splits over {', '.join(SPLITTABLE)}"
-        )
-    stages, pieces = layout.degree("pipeline"), layout.num_microbatches
-    if stages > 1:
-        yield (
-            f"pipeline: a stage waits {bubble(layout):.0%} of the step: (P - 1) / (M + P - 1) of "
-            f"P={stages} stages and M={pieces} micro-batches in a 1F1B schedule"
-        )
+    """Yield what stages that are not alike cost, where it is worth a sentence."""
+    share = uneven(layout)
+    if layout.pipeline is None or share < UNEVEN_SHARE:
+        return
+    flops, held = part_flops(layout), layout.pipeline.stages
+    last, first = flops.last / flops.layer, flops.first / flops.layer
+    yield (
+        f"pipeline: a step takes {share:.0%} longer than with stages that have the same to do: "
+        f"{held.num_masked} of {len(held.places)} places hold no layer, the first stage's own part "
+        f"is {first:.1f} layers of work and the last's {last:.1f}"
+    )
 
 
 def wire_notes(wires: Sequence[Wire], *, compute_s: float | None) -> Iterator[str]:
@@ -268,16 +294,20 @@ def explanation(plan: ParallelPlan) -> Iterator[str]:
     yield from host_lines(degrees, plan.placement)
     yield f"batch rows split over {plan.batch_degree} devices"
     yield f"micro-batches: {plan.num_microbatches}"
+    if plan.pipeline is not None:
+        yield from pipeline_lines(plan.pipeline)
     yield f"layers in one scan step: {plan.layers_per_scan_step or 'all'}; remat: {plan.remat}"
     if plan.degree("fsdp") > 1:
-        yield f"ZeRO stage {plan.rules.zero_stage}: fsdp cuts {CUT_TEXT[plan.rules.zero_stage]}"
+        stage, staged = plan.rules.zero_stage, plan.schedule is not None
+        yield f"ZeRO stage {stage}: fsdp cuts {CUT_TEXT[min(stage, 1) if staged else stage]}"
     yield from state_lines(plan.num_params, plan.state_bytes, num_devices=plan.num_devices)
     yield "memory of one device:"
     yield from ledger_lines(plan.ledger)
     yield verdict_text(plan.ledger)
     if plan.compute_s is not None:
         share = f"{EFFICIENCY[plan.remat]:.0%} of the published peak"
-        yield f"arithmetic: {seconds_text(plan.compute_s)} a step at {share}"
+        waits = ", stages' waiting and recomputation included" if plan.schedule else ""
+        yield f"arithmetic: {seconds_text(plan.compute_s)} a step at {share}{waits}"
         if plan.wires:
             yield f"wires: {seconds_text(plan.wire_s)} a step, were none of it behind arithmetic"
     yield from plan.notes

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.parallel import AXES, AxisName, ScheduleName, ZeroStage
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig, divisors
-from jaxfound.parallelism.legal import PlanError, layout_of
+from jaxfound.parallelism.legal import STAGED_ZERO, PlanError, layout_of
 from jaxfound.parallelism.memory import Ledger, Slots, ledger_of
 
+# The schedule whose ranks hold least: one copy of each stage, as few inputs as there are ranks.
+LEAST_SCHEDULE: ScheduleName = "1f1b"
 # Keys of `parallel` and their new values.
 type Change = Mapping[str, int | str]
 
@@ -61,11 +63,16 @@ def changes(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> Sequence[Change]
     pieces = [n for n in divisors(max(rows, 1)) if n > parallel.num_microbatches]
     if pieces:
         found.append({"num_microbatches": pieces[-1]})
-    if parallel.zero_stage != 3 and degrees["fsdp"] > 1:
-        found.append({"zero_stage": 3})
+    staged = degrees["pipeline"] > 1
+    most: ZeroStage = STAGED_ZERO if staged else 3
+    # With stages 1 and 2 are the same: their gradients are whole.
+    if parallel.zero_stage < (1 if staged else most) and degrees["fsdp"] > 1:
+        found.append({"zero_stage": most})
     if degrees["data"] > 1:
         shared = degrees["fsdp"] * degrees["data"]
-        found.append({"fsdp": shared, "data": 1, "zero_stage": 3})
+        found.append({"fsdp": shared, "data": 1, "zero_stage": most})
+    if staged and parallel.schedule != LEAST_SCHEDULE:
+        found.append({"schedule": LEAST_SCHEDULE})
     if parallel.remat != "full":
         found.append({"remat": "full"})
     return found

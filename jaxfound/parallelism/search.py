@@ -8,12 +8,14 @@ from jaxfound.config.parallel import AXES, AxisName, ZeroStage
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig, divisors
 from jaxfound.parallelism.axes import BATCH_AXES, ShardingRules
-from jaxfound.parallelism.compute import EFFICIENCY, compute_seconds
+from jaxfound.parallelism.compute import EFFICIENCY, busy_seconds, waiting
 from jaxfound.parallelism.explain import bytes_text, seconds_text
 from jaxfound.parallelism.layout import Layout
-from jaxfound.parallelism.legal import SPLITTABLE, PlanError, check_cuts, choose_rules
+from jaxfound.parallelism.legal import STAGED_ZERO, PlanError, check_cuts, choose_rules, stages_of
 from jaxfound.parallelism.memory import Ledger, Slots, State, state_of
-from jaxfound.parallelism.wires import amounts_of, best_placement, check_tensor, timed
+from jaxfound.parallelism.pipeline.builders import SCHEDULES
+from jaxfound.parallelism.traffic import amounts_of
+from jaxfound.parallelism.wires import best_placement, check_tensor, timed
 from jaxfound.resources.topology import Topology
 
 # The axes that are varied; the others stay as the config has them.
@@ -30,7 +32,8 @@ class Candidate:
         change: keys of `parallel` that give it, with their values.
         outcome: whether it has a rank, does not fit, or is refused.
         why: what a loser loses by; nothing for the winner.
-        seconds: of a step by what takes them, an axis or `arithmetic`, were nothing hidden.
+        seconds: of a step by what takes them, were nothing hidden: an axis, `arithmetic`, and
+            `waiting` of stages for each other.
         total_bytes: memory of one device that it needs.
     """
 
@@ -66,7 +69,9 @@ def search(
     """Return every layout: those that fit from the fastest on, then the others with their reason.
 
     Of each mesh, ZeRO stage and policy the fewest micro-batches that fit are taken, because each
-    more is traffic more. Pipeline and context stay as the config has them.
+    more is traffic more. Stages wait the less the more micro-batches there are: with a pipeline
+    every schedule is looked at, with the number that makes it fastest. Pipeline and context stay as
+    the config has them.
 
     Args:
         cfg: what was asked.
@@ -112,7 +117,7 @@ def meshes_of(cfg: RunConfig, num_devices: int) -> Iterator[dict[AxisName, int]]
     left, rest = num_devices, 0
     for degree in fixed.values():
         left, rest = left // degree, rest or left % degree
-    varied = [a for a in VARIED if a in SPLITTABLE and (a != "expert" or cfg.model.ffn == "moe")]
+    varied = [a for a in VARIED if (a != "expert" or cfg.model.ffn == "moe")]
     if rest:
         return
     for product in _products(left, len(varied)):
@@ -132,21 +137,57 @@ def _products(n: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 def _of_mesh(subject: Subject, degrees: Mapping[AxisName, int]) -> Iterator[Candidate]:
     """Yield the layouts of a mesh, or the one rule that refuses all of them."""
-    pieces = _pieces(subject.cfg, degrees)
+    pieces, staged = _pieces(subject.cfg, degrees), degrees["pipeline"] > 1
     try:
-        rules, _ = choose_rules(subject.cfg, degrees)
+        rules, _ = choose_rules(_with(subject.cfg, zero_stage=STAGED_ZERO), degrees)
         check_cuts(subject.cfg, degrees, subject.params, rules=rules)
         check_pieces(subject.cfg, degrees, pieces)
-        check_span(subject, degrees, rules)
+        if not staged:
+            check_span(subject, Layout(subject.cfg, subject.params, rules, "full", 1))
     except PlanError as refusal:
         yield Candidate({**degrees}, "illegal", str(refusal).partition("; ")[0])
         return
+    if staged:
+        for schedule in SCHEDULES:
+            yield from _of_schedule(subject, rules, schedule, pieces)
+        return
     for stage in STAGES if degrees["fsdp"] > 1 else STAGES[-1:]:
-        staged = replace(rules, zero_stage=stage)
-        whole = Layout(subject.cfg, subject.params, staged, "full", 1)
-        state = state_of(whole, slots=subject.slots)
-        for remat in EFFICIENCY:
-            yield _best(subject, staged, state, remat=remat, pieces=pieces)
+        cut = replace(rules, zero_stage=stage)
+        layouts = [Layout(subject.cfg, subject.params, cut, "full", n) for n in pieces]
+        yield from _of_stage(subject, layouts)
+
+
+def _of_schedule(
+    subject: Subject, rules: ShardingRules, schedule: str, pieces: Sequence[int]
+) -> Iterator[Candidate]:
+    """Yield the layouts of a schedule of stages, or the rule that refuses it."""
+    degrees = dict(zip(AXES, rules.degrees, strict=True))
+    layouts, refused = [], ""
+    for count in pieces:
+        cfg = _with(subject.cfg, schedule=schedule, num_microbatches=count)
+        try:
+            found = Layout(cfg, subject.params, rules, "full", count, stages_of(cfg, degrees))
+            check_span(subject, found)
+        except PlanError as refusal:
+            refused = str(refusal).partition("; ")[0]
+        else:
+            layouts.append(found)
+    if layouts:
+        yield from _of_stage(subject, layouts)
+    else:
+        yield Candidate({**degrees, "schedule": schedule}, "illegal", refused)
+
+
+def _with(cfg: RunConfig, **changes: int | str) -> RunConfig:
+    """Return a config with other values of `parallel`."""
+    return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update=changes)})
+
+
+def _of_stage(subject: Subject, layouts: Sequence[Layout]) -> Iterator[Candidate]:
+    """Yield the best layout of each policy, of some that differ in their micro-batches."""
+    state = state_of(layouts[0], slots=subject.slots)
+    for remat in EFFICIENCY:
+        yield _best(subject, state, [replace(one, remat=remat) for one in layouts])
 
 
 def _pieces(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> list[int]:
@@ -165,30 +206,24 @@ def check_pieces(cfg: RunConfig, degrees: Mapping[AxisName, int], pieces: Sequen
         raise PlanError(f"train.batch_size={cfg.train.batch_size} rows do not divide over {axes}")
 
 
-def check_span(subject: Subject, degrees: Mapping[AxisName, int], rules: ShardingRules) -> None:
+def check_span(subject: Subject, layout: Layout) -> None:
     """Refuse a mesh whose tensor axis leaves its host."""
-    layout = Layout(subject.cfg, subject.params, rules, "full", 1)
+    degrees = dict(zip(AXES, layout.rules.degrees, strict=True))
     amounts = amounts_of(layout)
     placement = best_placement(degrees, subject.topology, amounts)
     wires = timed(amounts, placement, subject.topology)
     check_tensor(subject.cfg, degrees["tensor"], wires, topology=subject.topology)
 
 
-def _best(
-    subject: Subject, rules: ShardingRules, state: State, *, remat: str, pieces: Sequence[int]
-) -> Candidate:
-    """Return the candidate with the fewest micro-batches that fit, or what it is too large by."""
+def _best(subject: Subject, state: State, layouts: Sequence[Layout]) -> Candidate:
+    """Return the first layout that fits, of stages the fastest; else what the least lacks."""
     capacity = subject.topology.memory_bytes
-    least: tuple[Layout, Ledger] | None = None
-    for count in pieces:
-        layout = Layout(subject.cfg, subject.params, rules, remat, count)
-        ledger = state.with_activations(layout, capacity_bytes=capacity)
-        if ledger.fits:
-            return _timed(subject, layout, ledger)
-        if least is None or ledger.total_bytes < least[1].total_bytes:
-            least = layout, ledger
-    assert least is not None
-    layout, ledger = least
+    found = [(one, state.with_activations(one, capacity_bytes=capacity)) for one in layouts]
+    fitting = [(one, ledger) for one, ledger in found if ledger.fits]
+    if fitting:
+        several = fitting if layouts[0].pipeline is not None else fitting[:1]
+        return min((_timed(subject, *pair) for pair in several), key=lambda c: c.step_s)
+    layout, ledger = min(found, key=lambda pair: pair[1].total_bytes)
     entry = max(ledger.entries, key=lambda e: e.num_bytes)
     why = (
         f"does not fit by {bytes_text(-ledger.spare_bytes)} even in {layout.num_microbatches} "
@@ -201,7 +236,10 @@ def _timed(subject: Subject, layout: Layout, ledger: Ledger) -> Candidate:
     degrees = dict(zip(AXES, layout.rules.degrees, strict=True))
     amounts = amounts_of(layout)
     placement = best_placement(degrees, subject.topology, amounts)
-    seconds = {"arithmetic": compute_seconds(layout, subject.topology) or 0.0}
+    busy = busy_seconds(layout, subject.topology) or 0.0
+    seconds = {"arithmetic": busy}
+    if layout.pipeline is not None:
+        seconds["waiting"] = busy * waiting(layout)
     for wire in timed(amounts, placement, subject.topology):
         seconds[wire.axis] = seconds.get(wire.axis, 0.0) + (wire.seconds or 0.0)
     return Candidate(_change(layout), "ranked", seconds=seconds, total_bytes=ledger.total_bytes)
@@ -210,9 +248,11 @@ def _timed(subject: Subject, layout: Layout, ledger: Ledger) -> Candidate:
 def _change(layout: Layout) -> dict[str, int | str]:
     degrees = dict(zip(AXES, layout.rules.degrees, strict=True))
     stage = {"zero_stage": layout.rules.zero_stage} if degrees["fsdp"] > 1 else {}
+    schedule = {"schedule": layout.pipeline.schedule.name} if layout.pipeline else {}
     return {
         **degrees,
         **stage,
+        **schedule,
         "remat": layout.remat,
         "num_microbatches": layout.num_microbatches,
     }

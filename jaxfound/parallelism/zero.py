@@ -30,7 +30,9 @@ def notes(params: ParamTable, rules: ShardingRules) -> list[str]:
         return _nothing_to_share(rules)
     asking = [s for s in params if s.kind == "param" and set(s.dims) & set(FSDP_DIMS)]
     said: dict[str, list[str]] = {}
-    for what, layers in CUT[stage]:
+    # Stages add gradients up whole, and hand on their parts when a step's are summed.
+    staged = stage > 0 and rules.degree("pipeline") > 1
+    for what, layers in CUT[1 if staged else stage]:
         chosen = [rules.fsdp_dim(s.dims, s.shape, layers=layers) for s in asking]
         for text in _departures(asking, chosen, rules):
             said.setdefault(text, []).append(what)

@@ -38,7 +38,7 @@ def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
     @jax.jit
     def sums(params: dict, buffers: dict, batch: Batch) -> EvalSums:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            model = frame.bind(params, buffers)
+            model = frame.bind(frame.natural(params), frame.natural(buffers))
             batch, places = arranged_for_context(batch)
             row = model.row(batch.tokens, batch.positions, batch.segment_ids, places=places)
             found = cross_entropy(

@@ -37,6 +37,7 @@ class Parts(NamedTuple):
         evaluate: held-out loss of a state; None when nothing is held out.
         checkpoints: where states are saved.
         host_batch: the batch of a step on the host, for the record of a bad one.
+        to_saved: turns a state into what a checkpoint holds.
     """
 
     step: TrainStep
@@ -44,6 +45,7 @@ class Parts(NamedTuple):
     evaluate: Callable[[TrainState], EvalResult] | None
     checkpoints: CheckpointManager
     host_batch: Callable[[int], Batch]
+    to_saved: Callable[[TrainState], TrainState] = lambda state: state
 
 
 @dataclass
@@ -185,7 +187,7 @@ def save(state: TrainState, parts: Parts, *, step: int, cfg: RunConfig) -> Itera
         "seed": cfg.seed,
         "optimizer": cfg.optimizer.name,
     }
-    parts.checkpoints.save(step, state._asdict(), metadata)
+    parts.checkpoints.save(step, parts.to_saved(state)._asdict(), metadata)
     yield from committed(parts)
 
 

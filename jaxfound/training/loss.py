@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.models.layers.embedding import Head, logits_of
-from jaxfound.parallelism.context import context_degree
+from jaxfound.parallelism.context import parts_here
 
 
 class LossSums(NamedTuple):
@@ -39,7 +39,7 @@ def cross_entropy(
     if chunk == 0 or chunk >= length:
         return _sums(x, matrix, targets, counted, head)
     # Of each device's part of a row the same number of tokens, so that no step waits for one.
-    num_parts = context_degree()
+    num_parts = parts_here()
     of_part = max(chunk // num_parts, 1)
     missing = -(length // num_parts) % of_part
 

@@ -24,6 +24,7 @@ from jaxfound.parallelism.axes import TABLE_RULES, ShardingRules
 # table of vectors, whose rows are looked up or scored one by one: no matrix to orthogonalise.
 ROLES: Mapping[str | None, Literal["stack", "side", "channels", "ids"]] = {
     "layers": "stack",
+    "leading_layers": "stack",
     "experts": "stack",
     "embed": "side",
     "ffn": "side",

@@ -9,12 +9,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
+from jaxfound.models.block import BlockInput
 from jaxfound.models.decoder import Decoder
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.models.mtp import Ahead, look_ahead
 from jaxfound.parallelism.context import arranged, context_degree
 from jaxfound.training.batches import arranged_for_context
 from jaxfound.training.loss import cross_entropy
+
+# Path of the main stack's routers' biases.
+MAIN_ROUTERS = "layers.ffn.router.bias"
 
 
 class TokenCounts(NamedTuple):
@@ -68,29 +72,70 @@ def ahead_of(batch: Batch, depth: int) -> Ahead:
     return look_ahead(batch.targets, batch.loss_mask, batch.segment_ids, depth=depth)
 
 
+class Piece(NamedTuple):
+    """A micro-batch as the model reads it: arranged, if rows are cut over the context axis.
+
+    Attributes:
+        batch: its rows.
+        places: place of each token in its row, where rows are arranged [T].
+        aheads: what each module of multi-token prediction reads and predicts.
+    """
+
+    batch: Batch
+    places: Int[Array, " T"] | None
+    aheads: list[Ahead]
+
+
+def piece_of(batch: Batch, *, num_depths: int) -> Piece:
+    """Return a micro-batch as the model reads it.
+
+    What the modules of multi-token prediction read is found in order, before rows are arranged.
+    """
+    in_order = [ahead_of(batch, depth) for depth in range(1, num_depths + 1)]
+    aheads = jax.tree.map(lambda x: arranged(x, context_degree()), in_order)
+    return Piece(*arranged_for_context(batch), aheads)
+
+
+def row_of(model: Decoder, piece: Piece) -> BlockInput:
+    """Return what the layers share of a micro-batch's rows."""
+    batch = piece.batch
+    return model.row(batch.tokens, batch.positions, batch.segment_ids, places=piece.places)
+
+
 def terms_of(model: Decoder, batch: Batch, *, cfg: RunConfig) -> Terms:
     """Return the loss sums of one micro-batch."""
-    chunk = cfg.train.loss_chunk
-    # What the modules of multi-token prediction read is found in order, before rows are arranged.
-    in_order = [ahead_of(batch, depth) for depth in range(1, len(model.mtp) + 1)]
-    aheads = jax.tree.map(lambda x: arranged(x, context_degree()), in_order)
-    batch, places = arranged_for_context(batch)
-    row = model.row(batch.tokens, batch.positions, batch.segment_ids, places=places)
-    hidden = model.hidden(batch.tokens, row)
+    piece = piece_of(batch, num_depths=len(model.mtp))
+    hidden = model.hidden(piece.batch.tokens, row_of(model, piece))
+    loads = {} if hidden.load is None else {MAIN_ROUTERS: hidden.load}
+    return end_terms(model, hidden.final, piece, loads=loads, cfg=cfg)
+
+
+def end_terms(
+    model: Decoder,
+    final: Float[Array, "B T D"],
+    piece: Piece,
+    *,
+    loads: Mapping[str, LoadStats],
+    cfg: RunConfig,
+) -> Terms:
+    """Return the loss sums of normalised states, those of further tokens among them.
+
+    Args:
+        loads: of the main stack's experts, by the path of their routers' bias.
+    """
+    chunk, batch, row = cfg.train.loss_chunk, piece.batch, row_of(model, piece)
     matrix = model.head.matrix(model.embedding)
     sums = cross_entropy(
-        hidden.final,
+        final,
         matrix,
         targets=batch.targets,
         counted=batch.loss_mask,
         head=model.head,
         chunk=chunk,
     )
-    loads: dict[str, LoadStats] = {}
-    if hidden.load is not None:
-        loads["layers.ffn.router.bias"] = hidden.load
-    state, ahead_nats = hidden.final, []
-    for i, (module, ahead) in enumerate(zip(model.mtp, aheads, strict=True)):
+    loads = dict(loads)
+    state, ahead_nats = final, []
+    for i, (module, ahead) in enumerate(zip(model.mtp, piece.aheads, strict=True)):
         state, load = module(state, model.embedding(ahead.tokens), row)
         if load is not None:
             loads[f"mtp.{i}.block.ffn.router.bias"] = load

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +19,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.config.schema import ConfigError
 from jaxfound.data import BinLoader, Prepared, load_tokenizer, prepare
 from jaxfound.models import check_precision, describe, execution_of
-from jaxfound.models.build import Frame
+from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.metrics import MetricsWriter
@@ -32,7 +32,8 @@ from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
-from jaxfound.training.state import TrainState, abstract_train_state, create_train_state
+from jaxfound.training.saved import SavedForm
+from jaxfound.training.state import TrainState, create_train_state
 from jaxfound.training.step import TrainStep, batch_sharding, make_train_step
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ class Run:
     frame: Frame
     tx: optax.GradientTransformation
     prepared: Prepared
+
+    @cached_property
+    def saved(self) -> SavedForm:
+        """How the state is kept in checkpoints."""
+        return SavedForm(self.frame, self.tx, mesh=self.mesh)
 
     def explain(self) -> str:
         """Return what the run will do, a line each."""
@@ -193,11 +199,9 @@ def first_state(run: Run) -> TrainState:
 def starting_weights(run: Run) -> dict:
     """Return `params` and `buffers` of the run in train.init_from, on this run's mesh."""
     source = RunDirectory(Path(run.cfg.train.init_from)).checkpoints
-    like = abstract_train_state(run.frame, run.tx, mesh=run.mesh)
-    weights = {"params": like.params, "buffers": like.buffers}
     with CheckpointManager(source, keep=0) as checkpoints:
-        found = checkpoints.restore_weights(None, like=weights)
-    return cast(dict, found.state)
+        found = checkpoints.restore_weights(None, like=run.saved.weights_like)
+    return run.saved.stored_weights(Arrays(**cast(dict, found.state)))._asdict()
 
 
 def make_parts(
@@ -226,6 +230,7 @@ def make_parts(
         batches=(put(batch) for batch in stream),
         evaluate=make_held_out(run, rows=rows),
         checkpoints=checkpoints,
+        to_saved=run.saved.natural,
         host_batch=lambda step: loader.batch(step, rows=rows),
     )
 
@@ -291,9 +296,8 @@ def is_done(cfg: RunConfig, checkpoints: CheckpointManager) -> bool:
 
 def restore(run: Run, checkpoints: CheckpointManager) -> TrainState | None:
     """Return the newest intact state of the run on its mesh, None when nothing was saved."""
-    like = abstract_train_state(run.frame, run.tx, mesh=run.mesh)
-    found = checkpoints.restore_latest(like=like._asdict())
+    found = checkpoints.restore_latest(like=run.saved.like._asdict())
     if found is None:
         return None
     log.info("run.resumed", extra={"step": found.step, "devices": jax.device_count()})
-    return TrainState(**cast(dict, found.state))
+    return run.saved.stored(TrainState(**cast(dict, found.state)))

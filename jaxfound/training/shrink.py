@@ -4,14 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxfound.config.model import MlaConfig, ModelConfig, MoeConfig
-from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.parallel import AXES, AxisName, ParallelConfig
 from jaxfound.config.run import RunConfig
 from jaxfound.parallelism.axes import BATCH_AXES
 from jaxfound.parallelism.context import CHUNKS_EACH
+from jaxfound.parallelism.pipeline.builders import SCHEDULES
 
 # Layers that are left of each homogeneous stack: two, so that the scan over them is a scan.
 STACK_LAYERS = 2
-# Pieces of the global batch that are left: more of them are the same loop again.
+# Pieces of the global batch that are left, in a pipeline for each rank: more of them are the same
+# loop again.
 MICROBATCHES = 2
 # Rows of a micro-batch on one device.
 DEVICE_ROWS = 1
@@ -40,8 +42,9 @@ def shrunk(cfg: RunConfig, degrees: Degrees) -> RunConfig:
     Mixer, feed-forward, router, scaling of positions, prediction depth, tied embeddings, ZeRO
     stage, remat, scan and update rule stay; widths, layers, experts, rows and words get few.
     """
-    model = shrunk_model(cfg.model, degrees)
-    pieces = min(cfg.parallel.num_microbatches, MICROBATCHES)
+    stages = num_stages(cfg.parallel, degrees["pipeline"])
+    model = shrunk_model(cfg.model, degrees, num_stages=stages)
+    pieces = min(cfg.parallel.num_microbatches, MICROBATCHES * degrees["pipeline"])
     rows = DEVICE_ROWS * pieces * math.prod(degrees[axis] for axis in BATCH_AXES)
     step = cfg.parallel.layers_per_scan_step
     values = cfg.model_dump()
@@ -63,10 +66,30 @@ def shrunk(cfg: RunConfig, degrees: Degrees) -> RunConfig:
     return RunConfig.model_validate(values, strict=False)
 
 
-def shrunk_model(model: ModelConfig, degrees: Degrees) -> ModelConfig:
+def num_stages(parallel: ParallelConfig, num_ranks: int) -> int:
+    """Return the stages that the layers are cut into on so many ranks."""
+    if num_ranks == 1:
+        return 1
+    return SCHEDULES[parallel.schedule].num_stages(num_ranks, parallel.chunks)
+
+
+def stack_layers(num_layers: int, num_stages: int) -> int:
+    """Return how many layers of the main stack are left: two a stage, the last one a layer short.
+
+    The last stage is short where one of the model's is, and a model with fewer layers than stages
+    keeps them.
+    """
+    if num_layers < num_stages:
+        return num_layers
+    return STACK_LAYERS * num_stages - (num_layers % num_stages > 0)
+
+
+def shrunk_model(model: ModelConfig, degrees: Degrees, *, num_stages: int = 1) -> ModelConfig:
     """Return the model with small sizes that divide where the model's do."""
     cuts = [degrees["tensor"], degrees["fsdp"], degrees["tensor"] * degrees["fsdp"]]
-    num_layers = STACK_LAYERS + min(model.num_leading_layers, 1)
+    num_leading = min(model.num_leading_layers, 1)
+    main_layers = stack_layers(model.num_layers - model.num_leading_layers, num_stages)
+    num_layers = num_leading + main_layers
     length = smaller(4096, 16, degrees=[CHUNKS_EACH * degrees["context"]])
     heads, kv_heads = shrunk_heads(model, degrees["tensor"])
     changes: dict[str, object] = {
@@ -74,7 +97,7 @@ def shrunk_model(model: ModelConfig, degrees: Degrees) -> ModelConfig:
         "vocab_multiple": smaller(model.padded_vocab_size, VOCAB_SIZE, degrees=cuts),
         "embed_dim": smaller(model.embed_dim, 32, degrees=cuts),
         "num_layers": num_layers,
-        "num_dense_layers": num_layers - STACK_LAYERS if model.ffn == "moe" else 0,
+        "num_dense_layers": num_leading if model.ffn == "moe" else 0,
         "num_heads": heads,
         "ffn_dim": smaller(model.ffn_dim, 48, degrees=cuts),
         "mtp_depth": min(model.mtp_depth, 1),

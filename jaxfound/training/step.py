@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
-from jaxfound.models.build import Frame
+from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.layers.router import updated_bias
 from jaxfound.training.objective import (
     Terms,
@@ -22,6 +22,7 @@ from jaxfound.training.objective import (
     token_counts,
 )
 from jaxfound.training.optimizer import Schedule
+from jaxfound.training.pipelined import pipelined_gradients
 from jaxfound.training.state import TrainState, state_shardings
 
 type Grads = dict[str, jax.Array]
@@ -70,7 +71,7 @@ def make_train_step(
             counts = token_counts(batch, num_depths=cfg.model.mtp_depth)
             grads, terms = gradients(state, batch, frame=frame, cfg=cfg, counts=counts)
             held, grads = beside_moments(state, grads, frame=frame)
-            norm = optax.tree.norm(grads)
+            norm = global_norm(grads, frame=frame)
             rate = schedule(state.step)
             finite = jnp.isfinite(objective_of(terms, counts, cfg=cfg)) & jnp.isfinite(norm)
             new = updated(held, grads, norm=norm, rate=rate, terms=terms, tx=tx, cfg=cfg)
@@ -103,6 +104,11 @@ def gradients(
         grads, terms = jax.grad(objective, has_aux=True)(state.params, piece)
         return grads, terms
 
+    pipelining = frame.execution.pipelining
+    if pipelining is not None:
+        return pipelined_gradients(
+            state, batch, frame=frame, cfg=cfg, counts=counts, pipelining=pipelining
+        )
     pieces = cfg.parallel.num_microbatches
     if pieces == 1:
         return one(batch)
@@ -121,6 +127,13 @@ def gradients(
     (grads, terms), _ = jax.lax.scan(add, zeros, cut)
     # Pinned behind the loop as well: what comes next would else decide where the sum lies in it.
     return frame.constrain_grads(grads), terms
+
+
+def global_norm(grads: Grads, *, frame: Frame) -> jax.Array:
+    """Return the norm of all gradients together, each layer counted once."""
+    copies = frame.num_copies
+    squares = {path: jnp.square(g).sum() for path, g in grads.items()}
+    return jnp.sqrt(sum(s / copies if in_main_stack(p) else s for p, s in squares.items()))
 
 
 def beside_moments(state: TrainState, grads: Grads, *, frame: Frame) -> tuple[TrainState, Grads]:

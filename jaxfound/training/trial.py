@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,13 @@ from jaxfound.training.objective import Terms, token_counts
 from jaxfound.training.optimizer import make_optimizer, optimizer_slots
 from jaxfound.training.shrink import Degrees, shrunk
 from jaxfound.training.state import TrainState, state_shardings
-from jaxfound.training.step import batch_sharding, beside_moments, gradients, updated
+from jaxfound.training.step import (
+    batch_sharding,
+    beside_moments,
+    global_norm,
+    gradients,
+    updated,
+)
 
 # XLA says so on stderr when it found no way from one placement to another but through one device.
 REMATERIALIZED = "Involuntary full rematerialization"
@@ -34,7 +40,7 @@ REMATERIALIZED = "Involuntary full rematerialization"
 FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 
 # Keys of a config's `parallel` section: degrees of axes, and the other choices there.
-type Parallel = Mapping[str, int | Literal["all"]]
+type Parallel = Mapping[str, int | str]
 
 
 def degree_of(parallel: Parallel, axis: AxisName) -> int:
@@ -69,8 +75,20 @@ class Outcome:
 class Trial:
     """A small model with weights and a batch, ready to run in any layout of its run."""
 
-    def __init__(self, cfg: RunConfig, degrees: Degrees) -> None:
+    def __init__(
+        self, cfg: RunConfig, degrees: Degrees, *, num_layers: int | None = None
+    ) -> None:
+        """Make a run's model small.
+
+        Args:
+            cfg: the run.
+            degrees: of the axes whose sizes are to divide as the model's do.
+            num_layers: in place of as few as those degrees allow.
+        """
         self.cfg = shrunk(cfg, degrees)
+        if num_layers is not None:
+            changed = self.cfg.model.model_copy(update={"num_layers": num_layers})
+            self.cfg = self.cfg.model_copy(update={"model": changed})
         self.table = describe(self.cfg.model)
         self.batch = documents(self.cfg)
         self.arrays = weights_of(Frame(self.cfg.model))
@@ -93,9 +111,8 @@ class Trial:
         frame = Frame(cfg.model, execution=execution_of(plan, cfg.precision))
         tx = make_optimizer(cfg.optimizer, self.table, rules=frame.execution.rules)
         places = state_shardings(frame, tx, mesh=mesh)
-        state = TrainState(
-            np.int32(0), *self.arrays, tx.init(self.arrays.params), np.zeros(2, np.uint32)
-        )
+        arrays = Arrays(*(jax.tree.map(np.asarray, frame.stored(g)) for g in self.arrays))
+        state = TrainState(np.int32(0), *arrays, tx.init(arrays.params), np.zeros(2, np.uint32))
         batch = jax.device_put(self.batch, batch_sharding(frame, mesh))
         return Placed(cfg, plan, frame, tx, jax.device_put(state, places), batch)
 
@@ -110,7 +127,8 @@ class Trial:
                     state, batch, frame=placed.frame, cfg=placed.cfg, counts=counts
                 )
                 _, grads = beside_moments(state, grads, frame=placed.frame)
-                return terms.nats / counts.targets, grads, terms.expert_counts
+                natural = placed.frame.natural
+                return terms.nats / counts.targets, natural(grads), natural(terms.expert_counts)
 
         with stderr_of_compiler() as said:
             compiled = jax.jit(step).lower(placed.state, placed.batch).compile(FAST_TO_COMPILE)
@@ -134,22 +152,34 @@ class Trial:
         )
 
     def move(
-        self, parallel: Parallel, devices: Sequence[Device], *, grads: dict[str, np.ndarray]
+        self,
+        parallel: Parallel,
+        devices: Sequence[Device],
+        *,
+        grads: dict[str, np.ndarray],
+        natural: bool = True,
     ) -> dict[str, np.ndarray]:
-        """Return the parameters after one update with these gradients in a layout."""
+        """Return the parameters after one update with these gradients in a layout.
+
+        Args:
+            parallel: degrees of the axes and other keys of the section.
+            devices: as many as the degrees multiply to, or more.
+            grads: by path, layers in order.
+            natural: return layers in order; otherwise as a pipeline stores them.
+        """
         placed = self.place(parallel, devices)
         rate = jnp.float32(placed.cfg.optimizer.learning_rate)
 
         def step(state: TrainState, grads: dict) -> dict:
             with jax.sharding.use_abstract_mesh(placed.abstract_mesh):
-                held, grads = beside_moments(state, grads, frame=placed.frame)
-                norm = optax.tree.norm(grads)
+                held, grads = beside_moments(state, placed.frame.stored(grads), frame=placed.frame)
+                norm = global_norm(grads, frame=placed.frame)
                 zero = jnp.zeros(())
                 terms = Terms(zero, zero, jnp.zeros((0,)), zero, {})
                 new = updated(
                     held, grads, norm=norm, rate=rate, terms=terms, tx=placed.tx, cfg=placed.cfg
                 )
-                return new.params
+                return placed.frame.natural(new.params) if natural else new.params
 
         compiled = jax.jit(step).lower(placed.state, grads).compile(FAST_TO_COMPILE)
         return jax.tree.map(np.asarray, compiled(placed.state, grads))

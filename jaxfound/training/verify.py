@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxfound.communication import Collective
 from jaxfound.config.parallel import AXES, AxisName
-from jaxfound.config.params import ParamTable
+from jaxfound.config.params import LAYER_DIMS, ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.resources.topology import Device
 from jaxfound.training.shrink import Degrees
@@ -199,7 +199,7 @@ def state_is_cut(many: Outcome, one: Outcome) -> Finding:
 def matrix_sizes(table: ParamTable) -> set[int]:
     """Return the number of elements of each matrix, of one layer where they are stacked."""
     return {
-        math.prod(s.shape[1:] if s.dims and s.dims[0] == "layers" else s.shape)
+        math.prod(s.shape[1:] if s.dims and s.dims[0] in LAYER_DIMS else s.shape)
         for s in table
         if s.is_matrix
     }

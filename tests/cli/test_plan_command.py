@@ -13,8 +13,6 @@ from jaxfound.resources.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-AS_LAUNCHED = ("parallel.pipeline=4", "parallel.data=1", "parallel.fsdp=3",
-               "parallel.zero_stage=2", "parallel.num_microbatches=8")  # fmt: skip
 # Golden file: config, topology, overrides.
 PLANS = {
     "tiny-dense": ("tiny-dense", "8:cpu", ()),
@@ -25,8 +23,8 @@ PLANS = {
     "deepseek-v3": ("deepseek-v3", "32x8:h200:ib400", ()),
     "50b": ("50b", "3x8:h200:ib400", ()),
     "50b-3x8": ("50b-3x8", "3x8:h200:ib400", ()),
-    "50b-3x8-as-launched": ("50b-3x8", "3x8:h200:ib400", AS_LAUNCHED),
-    "50b-3x8-25gbe": ("50b-3x8", "3x8:h200:eth25", ()),
+    "50b-3x8-zero": ("50b-3x8-zero", "3x8:h200:ib400", ()),
+    "50b-3x8-25gbe": ("50b-3x8-zero", "3x8:h200:eth25", ()),
 }
 
 
@@ -57,6 +55,7 @@ def run(monkeypatch, capsys, *args):
 
 
 LAUNCH = ROOT / "configs" / "50b-3x8.yaml"
+WITHOUT_STAGES = ROOT / "configs" / "50b-3x8-zero.yaml"
 TINY = ROOT / "configs" / "tiny-dense.yaml"
 
 
@@ -91,8 +90,10 @@ def test_the_json_is_the_plan_with_its_version(monkeypatch, capsys):
     assert code == 0
     said, plan = json.loads(out), plan_of("50b-3x8")
     assert said["format_version"] == plan.format_version
-    assert said["mesh"] == {"pipeline": 1, "data": 3, "fsdp": 4, "expert": 1, "context": 1,
+    assert said["mesh"] == {"pipeline": 4, "data": 1, "fsdp": 3, "expert": 1, "context": 1,
                             "tensor": 2}  # fmt: skip
+    assert said["schedule"] == "paired_1f1b"
+    assert said["pipeline"]["ticks"] == 14
     assert said["memory_bytes"]["parameters"] == plan.ledger.of("parameters")
     assert said["memory_bytes"]["total"] == plan.ledger.total_bytes
     assert said["argument_bytes"] == plan.ledger.argument_bytes
@@ -127,7 +128,8 @@ def test_a_search_shows_the_first_ranks(monkeypatch, capsys):
 
 
 def test_a_search_in_which_nothing_fits_exits_with_one(monkeypatch, capsys):
-    out, _, code = run(monkeypatch, capsys, LAUNCH, "--topology", "1x2:h200", "--search")
+    out, _, code = run(monkeypatch, capsys, WITHOUT_STAGES, "--topology", "1x2:h200",
+                       "--search")  # fmt: skip
     assert code == 1
     assert "0 fit" in out
 

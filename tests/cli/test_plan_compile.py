@@ -13,7 +13,7 @@ from jaxfound.training.aot import Target
 from jaxfound.training.buffers import Buffer
 from jaxfound.training.compiled_step import Compared, CompiledStep, Memory, Sent, Took
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "50b-3x8.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "50b-3x8-zero.yaml"
 TOPOLOGY = ("--topology", "3x8:h200:ib400")
 GB = 10**9
 GATHER = Sent(

@@ -12,7 +12,7 @@ from jaxfound.models.summary import summarize
 from jaxfound.parallelism import make_plan
 from jaxfound.parallelism.compute import bubble, compute_seconds, forward_flops
 from jaxfound.parallelism.legal import layout_of
-from jaxfound.parallelism.wires import TRAFFIC
+from jaxfound.parallelism.traffic import TRAFFIC
 from jaxfound.resources.topology import Topology
 from tests.models.tiny import model_config, run_config
 
@@ -104,11 +104,18 @@ def test_experts_get_a_token_once_a_device_and_send_home_an_output_a_choice():
     assert found["expert", "all_reduce"][0] == shared * 4
 
 
-def test_stages_hand_on_their_rows_and_sum_gradients_once():
-    # Four micro-batches of one row a replica: its activations on, their gradients back.
+def test_stages_hand_on_their_rows_in_every_tick_and_sum_gradients_once():
+    # Four micro-batches of one row a replica in 4 + 2 ticks: activations on, gradients back.
     found = wires(pipeline=2, data=2, num_microbatches=4)
-    assert found["pipeline", "permute"] == (2 * 4 * 1 * LENGTH * 32 * 2, 8)
-    assert found["data", "all_reduce"] == (SIZE // 2 * 4, 1)
+    assert found["pipeline", "permute"] == (2 * 6 * 1 * LENGTH * 32 * 2, 6)
+    assert found["data", "all_reduce"] == (SIZE // 2 * 4, 3)
+
+
+def test_a_stage_sums_again_what_it_runs_again():
+    # One of two layers: out and down forward, up's input backward; in B out and down once more.
+    tokens = ROWS // 2 * LENGTH
+    found = wires(pipeline=2, tensor=2, num_microbatches=2)
+    assert found["tensor", "all_reduce"] == (2 * 5 * 32 * tokens * 4, 2 * 5)
 
 
 def test_every_axis_has_its_traffic():
@@ -149,7 +156,8 @@ def test_arithmetic_takes_the_stated_share_of_the_published_peak():
     assert compute_seconds(dense, Topology.parse("8:cpu")) is None
 
 
-def test_stages_wait_by_the_formula_of_their_schedule():
-    staged = layout("tiny-dense", pipeline=4, num_microbatches=8)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "paired_1f1b"])
+def test_stages_wait_by_the_formula_of_their_schedule(schedule):
+    staged = layout("tiny-dense", pipeline=4, num_microbatches=8, schedule=schedule)
     assert bubble(staged) == pytest.approx(3 / 11)
     assert bubble(layout("tiny-dense")) == 0

@@ -263,7 +263,7 @@ def test_the_line_of_a_layer_is_told_and_not_what_every_layer_passes_through():
 @needs_plugin
 @pytest.mark.slow
 def test_the_ledger_of_50b_on_three_hosts_is_within_15_percent_of_the_compilers():
-    cfg = load(ROOT / "configs" / "50b-3x8.yaml")
+    cfg = load(ROOT / "configs" / "50b-3x8-zero.yaml")
     plan = make_plan(cfg, Topology.parse("3x8:h200:ib400"))
     step = compile_step(cfg, plan)
     arguments, _, total = step.planned

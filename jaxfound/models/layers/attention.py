@@ -56,8 +56,8 @@ def cached_view(positions: Int[Array, "B T"], num_slots: int) -> CachedView:
 
 def attend_rows(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "copies T K H"],
-    v: Float[Array, "copies T K V"],
+    k: Float[Array, "copies S K H"],
+    v: Float[Array, "copies S K V"],
     *,
     view: View,
     scale: float,

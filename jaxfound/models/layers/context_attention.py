@@ -18,7 +18,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.parallelism.axes import ShardingRules
-from jaxfound.parallelism.context import AXIS, CHUNKS_EACH, context_degree, in_order
+from jaxfound.parallelism.context import (
+    AXIS,
+    CHUNKS_EACH,
+    context_degree,
+    in_order,
+    of_whole_rows,
+)
 
 
 class Pair(NamedTuple):
@@ -69,8 +75,8 @@ class Running(NamedTuple):
 
 def attend_over_context(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "copies T K H"],
-    v: Float[Array, "copies T K V"],
+    k: Float[Array, "copies S K H"],
+    v: Float[Array, "copies S K V"],
     *,
     segment_ids: Int[Array, "B T"],
     scale: float,
@@ -92,7 +98,7 @@ def attend_over_context(
     all_ids = PartitionSpec(own_ids[0])
     local = partial(_attend_local, scale=scale, degree=context_degree())
     run = rules.on_each_device(local, takes=(rows, whole, whole, own_ids, all_ids), gives=rows)
-    return run(q, k, v, segment_ids, segment_ids)
+    return run(q, k, v, segment_ids, of_whole_rows(segment_ids))
 
 
 def _attend_local(

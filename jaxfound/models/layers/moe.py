@@ -18,7 +18,7 @@ from jaxfound.models.layers.expert_parallel import outputs_of_choices
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.parameter import weight
 from jaxfound.models.layers.router import LoadStats, Router, load_stats
-from jaxfound.parallelism.axes import sum_over
+from jaxfound.parallelism.axes import free_axes, sum_over
 
 # Axes that split tokens and not experts.
 TOKEN_AXES: tuple[AxisName, ...] = ("data", "fsdp", "context")
@@ -75,10 +75,11 @@ class Experts(nnx.Module):
     def _held(self, kernel: nnx.Param, dims: Sequence[str]) -> Held:
         """Return a kernel as it is stored, in the format of the products."""
         run, mesh_sizes = self.execution, jax.sharding.get_abstract_mesh().shape
+        free = free_axes()
         cutting = run.rules.param_axes(dims, kernel.shape)
         fsdp_dim = next((i for i, axes in enumerate(cutting) if "fsdp" in axes), None)
         copying = tuple(a for a in TOKEN_AXES if not any(a in axes for axes in cutting))
-        num_copies = math.prod(mesh_sizes.get(axis, 1) for axis in copying)
+        num_copies = math.prod(mesh_sizes[axis] for axis in copying if axis in free)
         rounded = kernel[...].astype(run.dtype)
         if fsdp_dim is None:
             # Whole already; the sum of its gradients is pinned to its place at once.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxfound.config.model import ModelConfig, MoeConfig
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.parameter import weight, zeros_buffer
+from jaxfound.parallelism.axes import sum_over
 
 
 class Routing(NamedTuple):
@@ -101,13 +102,18 @@ def load_stats(routing: Routing, *, real: Bool[Array, "B T"], cfg: MoeConfig) ->
     real_BT1 = real[:, :, None].astype(jnp.float32)
     chosen_BTE = jax.nn.one_hot(routing.experts, cfg.num_experts, dtype=jnp.float32).sum(axis=-2)
     chosen_BTE = chosen_BTE * real_BT1
-    tokens_B1 = jnp.maximum(real_BT1.sum(axis=1), 1.0)
+    tokens_B1 = jnp.maximum(over_row(real_BT1), 1.0)
     share_BTE = routing.scores / (routing.scores.sum(axis=-1, keepdims=True) + 1e-20)
-    mean_BE = (share_BTE * real_BT1).sum(axis=1) / tokens_B1
-    load_BE = chosen_BTE.sum(axis=1) * (cfg.num_experts / cfg.top_k) / tokens_B1
+    mean_BE = over_row(share_BTE * real_BT1) / tokens_B1
+    load_BE = over_row(chosen_BTE) * (cfg.num_experts / cfg.top_k) / tokens_B1
     row_loss_B = (jax.lax.stop_gradient(load_BE) * mean_BE).sum(axis=-1)
     total = cfg.balance_loss_weight * (row_loss_B * real_BT1.sum(axis=(1, 2))).sum()
     return LoadStats(total, chosen_BTE.sum(axis=(0, 1)).astype(jnp.int32))
+
+
+def over_row(x: Float[Array, "B T E"]) -> Float[Array, "B E"]:
+    """Return the sum over each row, of which a device of a pipeline may hold a part only."""
+    return sum_over(x.sum(axis=1), "context")
 
 
 def updated_bias(

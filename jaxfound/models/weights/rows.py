@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxfound.config.model import ModelConfig
-from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.config.params import LAYER_DIMS, STACK_DIMS, ParamSpec, ParamTable
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ MTP_COPIES = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
 }
-STACK_DIMS = ("layers", "experts")
 
 
 class Entry(NamedTuple):
@@ -233,7 +232,7 @@ def _entries(spec: ParamSpec, cfg: ModelConfig) -> Iterator[Entry]:
     before, after = (getattr(cfg.mla, k) if k else 0 for k in (row.before, row.after))
     for index in np.ndindex(stacks):
         within = list(index)
-        layer = first + (within.pop(0) if "layers" in spec.dims else 0)
+        layer = first + (within.pop(0) if set(LAYER_DIMS) & set(spec.dims) else 0)
         name = f"{prefix.format(layer)}{row.hub.format(*within)}"
         yield Entry(spec.path, tuple(map(int, index)), name, row, sizes, before, after)
 

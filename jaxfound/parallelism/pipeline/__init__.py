@@ -1,0 +1,1 @@
+"""Pipelines: schedules as tables, checked, simulated and run by one executor."""

@@ -1,0 +1,364 @@
+"""Runs any schedule inside one compiled step: a scan over ticks, a switch over what a tick does.
+
+Call it inside a shard_map that is manual over `pipeline` and over every other axis of which a stage
+names collectives. All ranks go through the same ticks. What a rank does in one depends on its row
+of the table alone, so that all devices of a rank take the same branch; nothing is sent over
+`pipeline` inside of one. A stage's input is kept from its arrival until its backward pass, which
+computes the stage again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfound.config.parallel import AxisName
+from jaxfound.parallelism.pipeline.split import SplitBackward, split_backward
+from jaxfound.parallelism.pipeline.ticks import TickTable
+
+AXIS: AxisName = "pipeline"
+# Any pytree of arrays.
+type Tree = Any
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What is computed, by place in the pipeline; all of it on one device's shards.
+
+    What they report and lose is summed over micro-batches; a loss is this device's part of the
+    whole objective.
+
+    Attributes:
+        prefix: (shared, piece) -> input of the first stage.
+        stage: (params, fixed, input, piece) -> (output, loss, report) of one chunk.
+        suffix: (shared, output, piece) -> (loss, report), after the last stage.
+        pin: keeps an activation in its place on the axes that are left to the partitioner.
+    """
+
+    prefix: Callable[[Tree, Tree], jax.Array]
+    stage: Callable[[Tree, Tree, jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
+    suffix: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
+    pin: Callable[[jax.Array], jax.Array] = lambda x: x
+
+
+class Inputs(NamedTuple):
+    """What a rank has.
+
+    Attributes:
+        chunks: parameters of its chunks, each array [chunks ...].
+        fixed: what else its chunks need and no gradient goes to, each array [chunks ...].
+        shared: parameters of the prefix and the suffix.
+        pieces: micro-batches, each array [micro-batches ...].
+    """
+
+    chunks: Tree
+    fixed: Tree
+    shared: Tree
+    pieces: Tree
+
+
+class Sums(NamedTuple):
+    """Sums over a rank's micro-batches.
+
+    Attributes:
+        chunks: gradients of its chunks, float32 [chunks ...].
+        shared: gradients of the shared parameters, float32.
+        report: what its chunks reported [chunks ...].
+        end: what the suffix reported.
+    """
+
+    chunks: Tree
+    shared: Tree
+    report: Tree
+    end: Tree
+
+
+class Buffers(NamedTuple):
+    """What waits between ticks, one more slot than the table counts: nothing is read from it.
+
+    Attributes:
+        inputs: inputs of stages.
+        grads: gradients of stages' outputs.
+        kept: what the gradients of weights still need.
+    """
+
+    inputs: jax.Array
+    grads: jax.Array
+    kept: list[jax.Array]
+
+
+class Sent(NamedTuple):
+    """What a rank sends at the end of a tick: its stage's output, its stage's input's gradient."""
+
+    forward: jax.Array
+    backward: jax.Array
+
+
+def run_schedule(table: TickTable, stages: Stages, inputs: Inputs, *, rows: Tree) -> Sums:
+    """Return the sums of a step over this rank's micro-batches.
+
+    Args:
+        table: what each rank does in each tick.
+        stages: what is computed.
+        inputs: what this rank has.
+        rows: this rank's columns of the table, from `rank_rows`.
+    """
+    rank = Rank(table, stages, inputs)
+
+    def tick(carry: tuple[Buffers, Sums], row: Tree) -> tuple[tuple[Buffers, Sums], None]:
+        buffers, sums = carry
+        branches = [partial(BRANCHES[kind], rank) for kind in table.kinds]
+        sent, kept, sums = lax.switch(row["kind"], branches, row, buffers, sums)
+        return (rank.exchanged(sent, buffers._replace(kept=kept), row), sums), None
+
+    (_, sums), _ = lax.scan(tick, (rank.empty_buffers(), rank.zero_sums()), rows)
+    return sums
+
+
+def rank_rows(table: TickTable) -> dict[str, jax.Array]:
+    """Return the table's columns, each [ticks ranks], to be cut over `pipeline` along ranks."""
+    columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
+    return columns | {f"send_{i}": jnp.asarray(s.slots) for i, s in enumerate(table.sends)}
+
+
+class Back(NamedTuple):
+    """What a backward pass gives besides the gradients of weights."""
+
+    grad: jax.Array
+    shared: Tree
+    report: Tree
+    end: Tree
+
+
+class Rank:
+    """One device's part of a pipeline while a step is traced."""
+
+    def __init__(self, table: TickTable, stages: Stages, inputs: Inputs) -> None:
+        self.table, self.stages, self.inputs = table, stages, inputs
+        self.num_chunks = len(jax.tree.leaves(inputs.fixed)[0])
+        self.activation = jax.eval_shape(stages.prefix, inputs.shared, pick(inputs.pieces, 0))
+        # The first stage's chunk stands for all of them: they differ in numbers alone.
+        self._params, self._fixed = pick(inputs.chunks, 0), pick(inputs.fixed, 0)
+        self.cut: SplitBackward | None = None
+        if any(kind in ("I", "W", "F+I") for kind in table.kinds):
+            row = {name: jnp.int32(0) for name in table.columns}
+            self.cut = split_backward(
+                self.backward, self._params, row, self.empty_buffers(cut=False), self.end_sums()
+            )
+
+    def piece(self, microbatch: jax.Array) -> Tree:
+        """Return a micro-batch."""
+        return pick(self.inputs.pieces, microbatch)
+
+    def chunk(self, tree: Tree, number: jax.Array) -> Tree:
+        """Return what belongs to one of the rank's chunks."""
+        return pick(tree, 0 if self.num_chunks == 1 else number)
+
+    def entering(
+        self, first: jax.Array, slot: jax.Array, piece: Tree, waiting: jax.Array
+    ) -> jax.Array:
+        """Return the input of a stage: of the first one it is made, of the others it waits."""
+        return lax.cond(
+            first > 0,
+            lambda: self.stages.pin(self.stages.prefix(self.inputs.shared, piece)),
+            lambda: self.stages.pin(pick(waiting, slot)),
+        )
+
+    def forward(self, row: Tree, buffers: Buffers) -> jax.Array:
+        """Return the output of a stage."""
+        piece = self.piece(row["f_microbatch"])
+        params, fixed = (
+            self.chunk(tree, row["f_chunk"]) for tree in (self.inputs.chunks, self.inputs.fixed)
+        )
+        x = self.entering(row["f_first"], row["f_slot"], piece, buffers.inputs)
+        return self.stages.pin(self.stages.stage(params, fixed, x, piece)[0])
+
+    def backward(
+        self, params: Tree, row: Tree, buffers: Buffers, sums: tuple[Tree, Tree]
+    ) -> tuple[Tree, Back]:
+        """Compute a stage again and return the gradients of its parameters, and the rest."""
+        stages, shared = self.stages, self.inputs.shared
+        so_far, end_so_far = sums
+        piece, fixed = (
+            self.piece(row["b_microbatch"]),
+            self.chunk(self.inputs.fixed, row["b_chunk"]),
+        )
+        x = self.entering(row["b_first"], row["b_slot"], piece, buffers.inputs)
+
+        def run(params: Tree, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+            y, loss, report = stages.stage(params, fixed, x, piece)
+            return (y, loss), report
+
+        (y, loss), pull, report = jax.vjp(run, params, x, has_aux=True)
+
+        def at_last() -> tuple[jax.Array, Tree, Tree]:
+            end = jax.grad(stages.suffix, (0, 1), has_aux=True)
+            (of_shared, of_y), found = end(shared, y, piece)
+            return stages.pin(of_y), added(so_far, of_shared), added(end_so_far, found)
+
+        def between() -> tuple[jax.Array, Tree, Tree]:
+            return stages.pin(pick(buffers.grads, row["b_grad_slot"])), so_far, end_so_far
+
+        of_y, so_far, end_so_far = lax.cond(row["b_last"] > 0, at_last, between)
+        of_params, of_x = pull((of_y, jnp.ones_like(loss)))
+        of_x = stages.pin(of_x)
+
+        def at_first() -> Tree:
+            _, pull_prefix = jax.vjp(lambda shared: stages.prefix(shared, piece), shared)
+            return added(so_far, pull_prefix(of_x)[0])
+
+        so_far = lax.cond(row["b_first"] > 0, at_first, lambda: so_far)
+        return of_params, Back(of_x, so_far, report, end_so_far)
+
+    def exchanged(self, sent: Sent, buffers: Buffers, row: Tree) -> Buffers:
+        """Send what the tick made and return the buffers with what arrived."""
+        num_ranks = self.table.num_ranks
+        waiting = {"forward": buffers.inputs, "backward": buffers.grads}
+        for i, send in enumerate(self.table.sends):
+            value = getattr(sent, send.payload)
+            if send.hop:
+                pairs = [(rank, (rank + send.hop) % num_ranks) for rank in range(num_ranks)]
+                value = lax.ppermute(value, AXIS, pairs)
+            waiting[send.payload] = put(waiting[send.payload], value, row[f"send_{i}"])
+        return Buffers(waiting["forward"], waiting["backward"], buffers.kept)
+
+    def nothing(self) -> jax.Array:
+        """Return what is sent when there is nothing to send."""
+        return self.stages.pin(jnp.zeros(self.activation.shape, self.activation.dtype))
+
+    def empty_buffers(self, *, cut: bool = True) -> Buffers:
+        """Return the buffers before the first tick."""
+        table, x = self.table, self.activation
+
+        def slots(count: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((count + 1, *like.shape), like.dtype)
+
+        kept = self.cut.kept if cut and self.cut is not None else ()
+        return Buffers(
+            inputs=slots(table.num_input_slots, x),
+            grads=slots(table.num_grad_slots, x),
+            kept=[slots(table.num_kept_slots, one) for one in kept],
+        )
+
+    def end_sums(self) -> tuple[Tree, Tree]:
+        """Return zeros for the shared parameters' gradients and for what the suffix reports."""
+        end = jax.eval_shape(
+            self.stages.suffix, self.inputs.shared, self.activation, pick(self.inputs.pieces, 0)
+        )[1]
+        return float32_zeros(self.inputs.shared), zeros(end)
+
+    def zero_sums(self) -> Sums:
+        """Return the sums before the first tick."""
+        stage = self.stages.stage
+        first = (self._params, self._fixed, self.activation, pick(self.inputs.pieces, 0))
+        report = zeros(jax.eval_shape(stage, *first)[2])
+        several = jax.tree.map(lambda a: jnp.zeros((self.num_chunks, *a.shape), a.dtype), report)
+        return Sums(
+            float32_zeros(self.inputs.chunks), self.end_sums()[0], several, self.end_sums()[1]
+        )
+
+
+type Done = tuple[Sent, list[jax.Array], Sums]
+
+
+def _idle(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
+    del row
+    return Sent(rank.nothing(), rank.nothing()), buffers.kept, sums
+
+
+def _forward(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
+    return Sent(rank.forward(row, buffers), rank.nothing()), buffers.kept, sums
+
+
+def _backward(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
+    params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
+    of_params, back = rank.backward(params, row, buffers, (sums.shared, sums.end))
+    sums = _with_report(rank, back, row, sums)
+    sums = sums._replace(chunks=add_at(sums.chunks, of_params, row["b_chunk"], rank))
+    return Sent(rank.nothing(), back.grad), buffers.kept, sums
+
+
+def _input_grad(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
+    params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
+    columns = {name: row[name] for name in rank.table.columns}
+    waiting = buffers._replace(kept=[])
+    back, kept = _cut_of(rank).input_part(params, columns, waiting, (sums.shared, sums.end))
+    kept = [
+        put(slots, one, row["b_kept_slot"]) for slots, one in zip(buffers.kept, kept, strict=True)
+    ]
+    return Sent(rank.nothing(), back.grad), kept, _with_report(rank, back, row, sums)
+
+
+def _weight_grad(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
+    params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
+    kept = [pick(slots, row["b_kept_slot"]) for slots in buffers.kept]
+    of_params = _cut_of(rank).weight_part(params, kept)
+    sums = sums._replace(chunks=add_at(sums.chunks, of_params, row["b_chunk"], rank))
+    return Sent(rank.nothing(), rank.nothing()), buffers.kept, sums
+
+
+def _pair(back: Callable[..., Done], rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
+    y = rank.forward(row, buffers)
+    sent, kept, sums = back(rank, row, buffers, sums)
+    return sent._replace(forward=y), kept, sums
+
+
+# What a tick of each kind does. A pair's two passes are in one branch: nothing orders them, so that
+# the sends of one may hide behind the products of the other.
+BRANCHES: dict[str, Callable[..., Done]] = {
+    "idle": _idle,
+    "F": _forward,
+    "B": _backward,
+    "I": _input_grad,
+    "W": _weight_grad,
+    "F+B": partial(_pair, _backward),
+    "F+I": partial(_pair, _input_grad),
+}
+
+
+def _cut_of(rank: Rank) -> SplitBackward:
+    if rank.cut is None:
+        raise AssertionError("a schedule without I has no W")
+    return rank.cut
+
+
+def _with_report(rank: Rank, back: Back, row: Tree, sums: Sums) -> Sums:
+    report = add_at(sums.report, back.report, row["b_chunk"], rank)
+    return sums._replace(shared=back.shared, report=report, end=back.end)
+
+
+def add_at(total: Tree, part: Tree, chunk: jax.Array, rank: Rank) -> Tree:
+    """Return sums [chunks ...] with a part added to one chunk's."""
+    at = 0 if rank.num_chunks == 1 else chunk
+    return jax.tree.map(lambda a, b: a.at[at].add(b.astype(a.dtype)), total, part)
+
+
+def added(total: Tree, part: Tree) -> Tree:
+    """Return sums with a part added, in the format of the sums."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
+
+
+def pick(tree: Tree, index: jax.Array | int) -> Tree:
+    """Return entry `index` of each array's first dim."""
+    if isinstance(index, int):
+        return jax.tree.map(lambda a: a[index], tree)
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
+
+
+def put(slots: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    """Return the slots with one of them replaced."""
+    return lax.dynamic_update_index_in_dim(slots, value.astype(slots.dtype), index, 0)
+
+
+def zeros(shapes: Tree) -> Tree:
+    """Return zeros of these shapes and formats."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def float32_zeros(like: Tree) -> Tree:
+    """Return float32 zeros of these shapes."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), like)

@@ -1,0 +1,287 @@
+"""Gradients of a step whose layers are cut into pipeline stages.
+
+One shard_map is manual over every axis but `tensor`. Each device runs its rank's part of the
+schedule on its own rows and sums its own gradients; afterwards they are summed once over the axes
+that see other tokens, and over `pipeline` for what all ranks share. The objective is the sum of
+what the devices lose: every loss is divided by counts of the whole batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.run import RunConfig
+from jaxfound.data.batch import Batch
+from jaxfound.models.build import Frame, in_main_stack
+from jaxfound.models.decoder import Decoder, walk
+from jaxfound.models.layers.router import LoadStats
+from jaxfound.parallelism.axes import only
+from jaxfound.parallelism.pipeline.pipelining import Pipelining, schedule_of, table_of
+from jaxfound.parallelism.pipeline.runtime import (
+    AXIS,
+    Inputs,
+    Stages,
+    Sums,
+    rank_rows,
+    run_schedule,
+)
+from jaxfound.parallelism.pipeline.stages import NO_LAYER
+from jaxfound.training.objective import (
+    MAIN_ROUTERS,
+    Piece,
+    Terms,
+    TokenCounts,
+    end_terms,
+    objective_of,
+    piece_of,
+    row_of,
+)
+from jaxfound.training.state import TrainState
+
+type Arrays = Mapping[str, jax.Array]
+# The axes along which devices see other tokens.
+TOKEN_AXES: tuple[AxisName, ...] = ("data", "fsdp", "expert", "context")
+
+
+class Parts(NamedTuple):
+    """Arrays by path, what a pipeline cuts apart from what its ranks share."""
+
+    chunks: dict[str, Any]
+    shared: dict[str, Any]
+
+
+def parts_of(arrays: Mapping[str, Any]) -> Parts:
+    """Return arrays, or what stands for them, as those of the main stack and the others."""
+    return Parts(
+        {path: a for path, a in arrays.items() if in_main_stack(path)},
+        {path: a for path, a in arrays.items() if not in_main_stack(path)},
+    )
+
+
+def pipelined_gradients(
+    state: TrainState,
+    batch: Batch,
+    *,
+    frame: Frame,
+    cfg: RunConfig,
+    counts: TokenCounts,
+    pipelining: Pipelining,
+) -> tuple[dict[str, jax.Array], Terms]:
+    """Return gradients and sums of the whole batch, summed over the schedule's micro-batches.
+
+    From ZeRO stage 1 on the gradients are reduced and scattered to where their moments lie, once.
+    """
+    step = PipelinedStep(frame, cfg, pipelining)
+    pieces = microbatches(batch, pipelining.num_microbatches, num_depths=cfg.model.mtp_depth)
+    columns = rank_rows(table_of(pipelining))
+    ranks = PartitionSpec(None, AXIS)
+    places = step.places()
+    specs = step.specs(frame.execution.rules.param_spec, frame.dims())
+    run = jax.shard_map(
+        step.on_device,
+        in_specs=(
+            *specs,
+            step.piece_specs(pieces),
+            PartitionSpec(),
+            jax.tree.map(lambda _: ranks, columns),
+            PartitionSpec(AXIS),
+        ),
+        out_specs=(step.grad_specs(), step.term_specs(pieces)),
+        axis_names=set(step.manual),
+        check_vma=False,
+    )
+    return run(state.params, state.buffers, pieces, counts, columns, places)
+
+
+def microbatches(batch: Batch, count: int, *, num_depths: int) -> Piece:
+    """Return the micro-batches of a batch, each array [count rows T], places [T].
+
+    Row i goes to micro-batch i % count, so that a device's rows stay on the device.
+    """
+    piece = piece_of(batch, num_depths=num_depths)
+
+    def cut(a: jax.Array) -> jax.Array:
+        return jnp.moveaxis(a.reshape(-1, count, *a.shape[1:]), 1, 0)
+
+    rows, aheads = jax.tree.map(cut, (piece.batch, piece.aheads))
+    return Piece(rows, piece.places, aheads)
+
+
+class PipelinedStep:
+    """How a model is run by stages, and where its arrays lie meanwhile."""
+
+    def __init__(self, frame: Frame, cfg: RunConfig, pipelining: Pipelining) -> None:
+        self.frame, self.cfg, self.pipelining = frame, cfg, pipelining
+        self.rules = frame.execution.rules
+        self.schedule = schedule_of(pipelining)
+        self.manual = tuple(a for a in AXES if a != "tensor" and self.rules.degree(a) > 1)
+        self.has_experts = cfg.model.ffn == "moe"
+        if frame.stages is None:
+            raise ValueError(
+                "the frame was made for no pipeline; build it from the plan's execution"
+            )
+        self.stages = frame.stages
+
+    def places(self) -> jax.Array:
+        """Return the layer at each stored place, to be cut over `pipeline`."""
+        return jnp.asarray(self.stages.places, jnp.int32)
+
+    def on_device(
+        self,
+        params: Arrays,
+        buffers: Arrays,
+        pieces: Piece,
+        counts: TokenCounts,
+        columns: Arrays,
+        places: jax.Array,
+    ) -> tuple[dict[str, jax.Array], Terms]:
+        """Return this device's shards of the gradients, and the terms of the whole batch."""
+        held, fixed = parts_of(params), parts_of(buffers)
+        by_chunk = {"buffers": fixed.chunks, "places": places}
+        stages = self.model(held.shared, held.chunks, fixed, counts, pieces.places)
+        inputs = Inputs(
+            chunks=self.in_chunks(held.chunks),
+            fixed=self.in_chunks(by_chunk),
+            shared=held.shared,
+            pieces=(pieces.batch, pieces.aheads),
+        )
+        rows = jax.tree.map(lambda column: column[:, 0], columns)
+        sums = run_schedule(table_of(self.pipelining), stages, inputs, rows=rows)
+        return self.gradients(sums), self.terms(sums)
+
+    def in_chunks(self, tree: Any) -> Any:
+        """Return arrays [places of this rank ...] as [chunks places ...]."""
+        num_chunks = self.schedule.num_chunks
+        return jax.tree.map(lambda a: a.reshape(num_chunks, -1, *a.shape[1:]), tree)
+
+    def model(
+        self,
+        shared: Arrays,
+        stack: Arrays,
+        fixed: Parts,
+        counts: TokenCounts,
+        places: jax.Array | None,
+    ) -> Stages:
+        """Return the model as prefix, stages and suffix."""
+        masked = self.stages.num_masked > 0
+
+        def bind(shared: Arrays, chunk: Arrays, biases: Arrays) -> Decoder:
+            return self.frame.bind(shared, chunk, biases, fixed.shared)
+
+        def prefix(shared: Arrays, piece: tuple) -> jax.Array:
+            model, read = bind(shared, stack, fixed.chunks), Piece(piece[0], places, piece[1])
+            return model.entering(read.batch.tokens, row_of(model, read))
+
+        def stage(chunk: Arrays, fixed: Any, x: jax.Array, piece: tuple) -> tuple:
+            model = bind(shared, chunk, fixed["buffers"])
+            read = Piece(piece[0], places, piece[1])
+            y, load = walk(
+                model.layers,
+                x,
+                row_of(model, read),
+                execution=self.frame.execution,
+                there=fixed["places"] != NO_LAYER if masked else None,
+                apart=self.schedule.splits_backward,
+            )
+            if load is None:
+                return y, jnp.zeros(()), None
+            balance = load.balance_loss.sum()
+            return y, balance / counts.real, LoadStats(balance, load.expert_counts)
+
+        def suffix(shared: Arrays, y: jax.Array, piece: tuple) -> tuple[jax.Array, Terms]:
+            model, read = bind(shared, stack, fixed.chunks), Piece(piece[0], places, piece[1])
+            terms = end_terms(model, model.final_norm(y), read, loads={}, cfg=self.cfg)
+            return objective_of(terms, counts, cfg=self.cfg), terms
+
+        return Stages(prefix, stage, suffix, self.pin)
+
+    def pin(self, x: jax.Array) -> jax.Array:
+        """Keep an activation where it lies over tensor."""
+        return self.rules.constrain(x, "batch", "seq", "embed")
+
+    def gradients(self, sums: Sums) -> dict[str, jax.Array]:
+        """Return this device's shards of the gradients, summed over all devices that have parts."""
+        dims, shapes = self.frame.dims().params, self.frame.shapes().params
+        found = {}
+        for path, grad in sums.chunks.items():
+            grad = self.with_other_copy(grad)
+            found[path] = grad.reshape(-1, *grad.shape[2:])
+        return {
+            path: self.summed(grad, dims[path], shapes[path].shape)
+            for path, grad in (found | sums.shared).items()
+        }
+
+    def with_other_copy(self, grad: jax.Array) -> jax.Array:
+        """Return gradients [chunks ...] with those of the other copy of each chunk added.
+
+        The copies are mirrored: chunk c of rank r is chunk 1 - c of rank P - 1 - r. Two numbers
+        are added, so that both copies get the same bits and stay equal.
+        """
+        if self.schedule.num_copies == 1:
+            return grad
+        last = self.schedule.num_ranks - 1
+        mirrored = lax.ppermute(grad[::-1], AXIS, [(rank, last - rank) for rank in range(last + 1)])
+        return grad + mirrored
+
+    def summed(
+        self, grad: jax.Array, dims: Sequence[str | None], shape: Sequence[int]
+    ) -> jax.Array:
+        """Return a gradient summed over the axes along which devices have parts of it."""
+        rules = self.rules
+        holds = {axis for axes in rules.used_axes(dims) for axis in axes}
+        over = [a for a in self.manual if a not in holds and a in (*TOKEN_AXES, AXIS)]
+        dim = rules.fsdp_dim(dims, shape, layers=True) if rules.zero_stage else None
+        if dim is not None and "fsdp" in over:
+            over.remove("fsdp")
+            grad = lax.psum_scatter(grad, "fsdp", scatter_dimension=dim, tiled=True)
+        return lax.psum(grad, tuple(over)) if over else grad
+
+    def terms(self, sums: Sums) -> Terms:
+        """Return the sums of the whole batch; experts' counts of this rank's places."""
+        everywhere, tokens = self.manual, [a for a in self.manual if a in TOKEN_AXES]
+        end: Terms = jax.tree.map(lambda a: lax.psum(a, everywhere), sums.end)
+        if not self.has_experts:
+            return end
+        balance = lax.psum(sums.report.balance_loss.sum(), everywhere)
+        per_place = self.with_other_copy(sums.report.expert_counts)
+        per_place = per_place.reshape(-1, per_place.shape[-1])
+        counted = lax.psum(per_place, tuple(tokens)) if tokens else per_place
+        return end._replace(
+            balance=end.balance + balance,
+            expert_counts={**end.expert_counts, MAIN_ROUTERS: counted},
+        )
+
+    def specs(self, place: Any, dims: Any) -> tuple[dict, ...]:
+        """Return how parameters and buffers are handed to the devices."""
+        shapes = self.frame.shapes()
+        return tuple(
+            {p: only(place(d, shape[p].shape), set(self.manual)) for p, d in group.items()}
+            for group, shape in zip(dims, shapes, strict=True)
+        )
+
+    def grad_specs(self) -> dict[str, PartitionSpec]:
+        """Return how gradients leave: where the moments lie."""
+        return self.specs(self.rules.slot_spec, self.frame.dims())[0]
+
+    def piece_specs(self, pieces: Piece) -> Any:
+        """Return how micro-batches are handed to the devices."""
+        rows = only(self.rules.activation_spec((None, "batch", "seq")), set(self.manual))
+        places = only(self.rules.activation_spec(("seq",)), set(self.manual))
+        return jax.tree.map(lambda a: places if a.ndim == 1 else rows, pieces)
+
+    def term_specs(self, pieces: Piece) -> Any:
+        """Return how the terms leave: whole, but for the counts of each rank's places."""
+        whole = PartitionSpec()
+        counts = {
+            f"mtp.{i}.block.ffn.router.bias": whole
+            for i in range(len(pieces.aheads))
+            if self.has_experts
+        }
+        if self.has_experts:
+            counts[MAIN_ROUTERS] = PartitionSpec(AXIS)
+        return Terms(*cast(Any, (whole, whole, whole, whole, counts)))
