@@ -1,7 +1,6 @@
 """The decoder: embedding, a leading dense stack, the main stack, head, extra predictions."""
 
 from functools import partial
-from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import jax
@@ -156,14 +155,12 @@ def walk(
     *,
     execution: Execution,
     there: Bool[Array, " L"] | None = None,
-    apart: bool = False,
 ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
     """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step.
 
     Args:
         there: False for a block that is no layer: x passes it unchanged and it has no load. All are
             layers by default.
-        apart: trace each block by itself, so that their backward passes can be told apart.
     """
 
     def one(x: jax.Array, layer: Layer) -> tuple[jax.Array, LoadStats | None]:
@@ -176,14 +173,8 @@ def walk(
 
     num_layers = jax.tree.leaves(blocks)[0].shape[0]
     unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
-    layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers and not apart)
-    if not apart:
-        return jax.lax.scan(layer, x, (blocks, there), unroll=unroll)
-    loads = []
-    for i in range(num_layers):
-        x, load = layer(x, jax.tree.map(itemgetter(i), (blocks, there)))
-        loads.append(load)
-    return x, jax.tree.map(lambda *each: jnp.stack(each), *loads)
+    layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers)
+    return jax.lax.scan(layer, x, (blocks, there), unroll=unroll)
 
 
 def walk_cached(

@@ -5,6 +5,7 @@ the tests trace the real layers and compare.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout
@@ -26,55 +27,94 @@ WORKING_SHARE = 0.8
 BYTES_A_SCORE = 11
 
 
-def kept_bytes(layout: Layout) -> int:
-    """Return what the layers of one device keep of the micro-batch in its backward pass.
+class Kept(NamedTuple):
+    """What layers of one device keep of the micro-batch in its backward pass.
 
-    Stages keep that of their own layers and of the larger end, for one micro-batch at a time:
-    `stage_slot_bytes` is what they hold of the others.
+    Attributes:
+        leading: the dense layers before the main stack.
+        main: the main stack's; of stages, those of one chunk.
+        ahead: the layers of further predictions.
     """
-    model = layout.cfg.model
+
+    leading: int
+    main: int
+    ahead: int
+
+
+def kept_bytes(layout: Layout) -> Kept:
+    """Return what layers keep for the backward pass of one micro-batch.
+
+    Of the others a stage keeps its input alone: `stage_slot_bytes`.
+    """
+    model, staged = layout.cfg.model, layout.pipeline
     kept, routed = KEPT[layout.remat], model.ffn == "moe"
-    ahead = model.mtp_depth * kept(layout, routed)
-    leading = model.num_leading_layers * kept(layout, False)
-    if layout.pipeline is None:
-        main = model.num_layers - model.num_leading_layers
-        return leading + main * kept(layout, routed) + ahead
-    return layout.pipeline.stages.layers_a_chunk * kept(layout, routed) + max(leading, ahead)
+    num_main = model.num_layers - model.num_leading_layers
+    if staged is not None:
+        num_main = staged.stages.layers_a_chunk
+    return Kept(
+        leading=model.num_leading_layers * kept(layout, False),
+        main=num_main * kept(layout, routed),
+        ahead=model.mtp_depth * kept(layout, routed),
+    )
 
 
 def stage_slot_bytes(layout: Layout) -> int:
     """Return what a rank of a pipeline holds for other ticks: slots of its schedule's tables.
 
-    Inputs of its stages and gradients of their outputs, one slot of each for what nobody needs;
-    and of micro-batches between I and W, what the gradients of a chunk's weights are made from.
+    Inputs of its stages, gradients of their outputs, and of micro-batches between I and W what the
+    gradients of a chunk's weights are made from; one slot of each more, for what nobody needs.
     """
     staged = layout.pipeline
     if staged is None:
         return 0
     routed = layout.cfg.model.ffn == "moe"
     rows = (staged.num_input_slots + 1 + staged.num_grad_slots + 1) * stream_bytes(layout, routed)
+    if not staged.schedule.splits_backward:
+        return rows
     chunk = staged.stages.layers_a_chunk * weight_grad_bytes(layout, routed)
-    return rows + staged.num_kept_slots * chunk
+    return rows + (staged.num_kept_slots + 1) * chunk
 
 
 def weight_grad_bytes(layout: Layout, routed: bool) -> int:
-    """Return the bytes that the gradients of a layer's weights are made from.
+    """Return the bytes from which the gradients of a layer's weights follow without a product.
 
-    The inputs of its products and the gradients of their outputs, each counted as the outputs are:
-    a product's output is the next one's input. Of experts, the rows of their tiles, the worst
-    case: two of the stream's width and three of the experts' a row. Tokens that are exchanged in
-    pieces pass a loop, whose backward pass makes the gradients of the experts at once: themselves.
+    The stream before and after the mixer and the gradients of what was added to it; the mixer's
+    products, inputs and gradients of outputs; of a SwiGLU gate, up and the gradient of what they
+    make. The rest is moved or made element by element again. It is the minimum cut of
+    pipeline/split.py, whatever the policy of recomputation.
     """
-    both = 2 * products_bytes(layout, routed)
-    if not routed:
-        return both
-    width, hidden = (
-        layout.cfg.model.embed_dim,
-        layout.channels("ffn", layout.cfg.model.moe.expert_dim),
-    )
+    model, degree = layout.cfg.model, layout.degree("context")
+    heads = layout.channels("heads", model.num_heads)
+    if model.mixer == "mla":
+        mla = model.mla
+        whole = heads * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.kv_lora_rank
+        mixer = 2 * mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim + degree * whole
+        mixer += heads * (mla.v_head_dim + mla.qk_head_dim)
+    else:
+        kv_heads = layout.channels("kv_heads", model.gqa.num_kv_heads)
+        mixer = 2 * (heads + kv_heads) * model.gqa.head_dim
+    shared = model.moe.num_shared_experts * model.moe.expert_dim
+    hidden = layout.channels("ffn", shared if routed else model.ffn_dim)
+    width = 4 * model.embed_dim + mixer + 3 * hidden
+    scores = model.moe.num_experts * FLOAT32_BYTES if routed else 0
+    tokens = layout.tokens * (width * layout.compute_bytes + scores)
+    return tokens + (expert_grad_bytes(layout) if routed else 0)
+
+
+def expert_grad_bytes(layout: Layout) -> int:
+    """Return the bytes from which the gradients of a layer's experts follow without a product.
+
+    Rows of tiles in the worst case: those of inputs and of what the experts make of them, and,
+    with a tile more for each further expert, gradients. Tokens that are exchanged in pieces pass
+    a loop, which cannot be cut: its backward pass makes the gradients themselves.
+    """
+    width, here = layout.cfg.model.embed_dim, experts_here(layout)
+    hidden = layout.channels("ffn", layout.cfg.model.moe.expert_dim)
     if num_pieces(layout) > 1:
-        return both + experts_here(layout) * 3 * width * hidden * FLOAT32_BYTES
-    return both + tile_rows(layout) * (2 * width + 3 * hidden) * layout.compute_bytes
+        return here * 3 * width * hidden * FLOAT32_BYTES
+    rows = tile_rows(layout)
+    padded = rows + (here - 1) * TILE_ROWS
+    return layout.compute_bytes * (rows * (width + hidden) + padded * (width + 2 * hidden))
 
 
 def working_bytes(layout: Layout) -> int:

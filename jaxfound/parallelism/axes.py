@@ -170,6 +170,10 @@ class ShardingRules:
         gathered.defvjp(forward, backward)
         return gathered(w)
 
+    def constrain_used(self, w: jax.Array, *dims: str | None) -> jax.Array:
+        """Pin an array the shape of a parameter to where the parameter lies while it is used."""
+        return _pin(w, self.gathered_spec(dims))
+
     def constrain_grad(self, grad: jax.Array, *dims: str | None) -> jax.Array:
         """Pin a parameter's gradient to its place while micro-batches are summed."""
         return _pin(grad, self.grad_spec(dims, grad.shape))

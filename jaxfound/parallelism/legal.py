@@ -12,7 +12,9 @@ from jaxfound.parallelism import zero
 from jaxfound.parallelism.axes import BATCH_AXES, ShardingRules
 from jaxfound.parallelism.context import CHUNKS_EACH
 from jaxfound.parallelism.layout import STAGED_DIM, Layout
+from jaxfound.parallelism.pipeline.builders import SCHEDULES
 from jaxfound.parallelism.pipeline.facts import Pipeline, pipeline_of
+from jaxfound.parallelism.pipeline.pipelining import Pipelining
 from jaxfound.parallelism.pipeline.schedule import ScheduleError
 
 # Axes whose collectives this version writes; another would be refused above degree 1 by whoever
@@ -125,14 +127,10 @@ def stages_of(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> Pipeline | Non
     ranks, asked, model = degrees["pipeline"], cfg.parallel, cfg.model
     if ranks == 1:
         return None
+    chunks = SCHEDULES[asked.schedule].chunks(asked.chunks)
+    pipelining = Pipelining(asked.schedule, ranks, asked.num_microbatches, chunks)
     try:
-        found = pipeline_of(
-            asked.schedule,
-            num_ranks=ranks,
-            num_microbatches=asked.num_microbatches,
-            num_chunks=asked.chunks,
-            num_layers=model.num_layers - model.num_leading_layers,
-        )
+        found = pipeline_of(pipelining, num_layers=model.num_layers - model.num_leading_layers)
     except ScheduleError as refusal:
         raise PlanError(f"parallel.pipeline={ranks}, parallel.schedule={refusal}") from refusal
     check_unrolled(found)

@@ -135,6 +135,15 @@ def ledger_of(layout: Layout, *, slots: Slots, capacity_bytes: int) -> Ledger:
     return state.with_activations(layout, capacity_bytes=capacity_bytes)
 
 
+class Peak(NamedTuple):
+    """What a step holds at one point besides parameters, moments and batch: bytes of one device."""
+
+    gradients: int
+    activations: int
+    logits: int
+    buffers: int
+
+
 @dataclass(frozen=True)
 class State:
     """What does not depend on rows: bytes of one device.
@@ -147,7 +156,8 @@ class State:
         layer_buffers: weights of the widest layer in use, and its gradients before they are cut;
             of stages, a chunk's before they are added up.
         end_buffers: the same of the embedding or the head, the larger; they wait through the
-            layers. Of stages, the gradients of all that one end has.
+            layers. Of stages, of all that the last has besides its layers: added up at once.
+        first_buffers: of stages, of all that the first has, beside its chunk's gradients.
         rule: name of the update rule.
     """
 
@@ -157,35 +167,44 @@ class State:
     biases: int
     layer_buffers: int
     end_buffers: int
+    first_buffers: int
     rule: str
 
     def with_activations(self, layout: Layout, *, capacity_bytes: int) -> Ledger:
         """Return the ledger of a layout that has this state."""
-        kept, working, logits = kept_bytes(layout), working_bytes(layout), logit_bytes(layout)
-        buffers = self.layer_buffers + self.end_buffers
+        peak = max(self.peaks(layout), key=sum)
         held = f"{layout.rows} x {layout.row_tokens:,} tokens, remat={layout.remat}"
-        # Of the sum over micro-batches, and of the one in its backward pass.
-        summed = self.gradients if layout.num_microbatches > 1 or layout.pipeline else 0
-        own = 0 if layout.pipeline else self.gradients
-        if logits + self.end_buffers > working + buffers + own:
-            peak = (summed, kept, logits, self.end_buffers)
-        else:
-            peak = (summed + own, kept + working, 0, buffers)
-        gradients = GRADIENTS[peak[0] // max(self.gradients, 1)]
+        gradients = GRADIENTS[peak.gradients // max(self.gradients, 1)]
         chunk = f"{layout.chunk_tokens:,} tokens of a row at a time"
-        freed = "" if peak[2] else f"; {logits:,} B, freed before the peak"
+        freed = "" if peak.logits else f"; {logit_bytes(layout):,} B, freed before the peak"
         entries = (
             Entry("parameters", self.parameters, "float32"),
-            Entry("gradients", peak[0], STAGED_GRADIENTS if layout.pipeline else gradients),
+            Entry("gradients", peak.gradients, STAGED_GRADIENTS if layout.pipeline else gradients),
             Entry("optimizer", self.optimizer, f"{self.rule}, float32"),
             Entry("inputs", self.biases + batch_bytes(layout), "batch, counters, routers' biases"),
-            Entry("activations", peak[1], held),
+            Entry("activations", peak.activations, held),
             *slot_entries(layout),
-            Entry("logits", peak[2], f"{chunk}{freed}"),
-            Entry("buffers", peak[3], "weights in use, gradients before they are cut"),
+            Entry("logits", peak.logits, f"{chunk}{freed}"),
+            Entry("buffers", peak.buffers, "weights in use, gradients before they are cut"),
             Entry("margin", int(MARGIN * capacity_bytes), f"{MARGIN:.0%} of the memory left free"),
         )
         return Ledger(entries, capacity_bytes)
+
+    def peaks(self, layout: Layout) -> Iterator[Peak]:
+        """Yield what a step holds where it may need the most: in a layer, and at its ends."""
+        kept, working, logits = kept_bytes(layout), working_bytes(layout), logit_bytes(layout)
+        own = self.gradients
+        if layout.pipeline is None:
+            summed = own if layout.num_microbatches > 1 else 0
+            both = self.layer_buffers + self.end_buffers
+            yield Peak(summed + own, sum(kept) + working, 0, both)
+            yield Peak(summed, sum(kept), logits, self.end_buffers)
+            return
+        yield Peak(own, kept.main + working, 0, self.layer_buffers)
+        yield Peak(own, kept.main + kept.ahead, logits, self.end_buffers)
+        if kept.ahead:
+            yield Peak(own, kept.main + kept.ahead + working, 0, self.end_buffers)
+        yield Peak(own, kept.leading + (working if kept.leading else 0), 0, self.first_buffers)
 
 
 def state_of(layout: Layout, *, slots: Slots) -> State:
@@ -195,7 +214,7 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
         FLOAT32_BYTES * slots.by_path.get(s.path, 0) * layout.elements(s, rules.slot_axes)
         for s in layout.trained()
     )
-    layer, ends = buffer_bytes(layout)
+    buffers = buffer_bytes(layout)
     return State(
         parameters=_float32_bytes(layout, rules.param_axes),
         gradients=gradient_bytes(layout),
@@ -205,8 +224,9 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
             for s in layout.params
             if s.kind == "buffer"
         ),
-        layer_buffers=layer,
-        end_buffers=ends,
+        layer_buffers=buffers.layer,
+        end_buffers=buffers.end,
+        first_buffers=buffers.first,
         rule=layout.cfg.optimizer.name,
     )
 
@@ -228,8 +248,8 @@ def slot_entries(layout: Layout) -> Iterator[Entry]:
     if staged is None:
         return
     told = f"{staged.num_input_slots} + 1 inputs, {staged.num_grad_slots} + 1 gradients of stages"
-    if staged.num_kept_slots:
-        told += f", {staged.num_kept_slots} of what weights' gradients are made from"
+    if staged.schedule.splits_backward:
+        told += f", {staged.num_kept_slots} + 1 of what weights' gradients are made from"
     yield Entry("stage slots", stage_slot_bytes(layout), told)
 
 
@@ -252,20 +272,35 @@ def logit_bytes(layout: Layout) -> int:
     return layout.rows * layout.chunk_tokens * vocab * FLOAT32_BYTES * LOGIT_COPIES
 
 
-def buffer_bytes(layout: Layout) -> tuple[int, int]:
-    """Return the bytes of weights in the format of compute and of gradients before they are cut.
+class BufferBytes(NamedTuple):
+    """Weights in the format of compute and gradients before they are cut or added up.
 
-    Of the widest layer, whole over fsdp; and of the embedding or the head, which are never in use
-    at one time. Stages have the gradients of a whole chunk, and of all of an end, before they add
-    them to their sums.
+    Attributes:
+        layer: of the widest layer, whole over fsdp; of stages, with the gradients of a chunk.
+        end: of the embedding or the head, which are never in use at one time; of stages, with the
+            gradients of all that the last stage has besides its layers.
+        first: of stages, of what the first has besides its layers, with the gradients of a chunk.
     """
+
+    layer: int
+    end: int
+    first: int
+
+
+def buffer_bytes(layout: Layout) -> BufferBytes:
+    """Return the bytes of weights in use and of gradients that are not yet where they belong."""
     layer, end = widest(layout)
     if layout.pipeline is None:
         both = layout.compute_bytes + FLOAT32_BYTES
-        return both * layer, both * end
-    chunk, ends = stage_elements(layout, layout.pipeline.schedule.num_chunks)
-    in_use = layout.compute_bytes * layer, layout.compute_bytes * end
-    return in_use[0] + FLOAT32_BYTES * chunk, in_use[1] + FLOAT32_BYTES * ends
+        return BufferBytes(both * layer, both * end, 0)
+    held, first, last = stage_elements(layout)
+    chunk = held // layout.pipeline.schedule.num_chunks
+    in_use, grads = layout.compute_bytes, FLOAT32_BYTES
+    return BufferBytes(
+        in_use * layer + grads * chunk,
+        in_use * end + grads * last,
+        in_use * layer + grads * (chunk + first),
+    )
 
 
 def widest(layout: Layout) -> tuple[int, int]:
@@ -282,17 +317,19 @@ def widest(layout: Layout) -> tuple[int, int]:
     return max(a_layer.values(), default=0), end
 
 
-def stage_elements(layout: Layout, num_chunks: int) -> tuple[int, int]:
-    """Return the elements of a chunk, and of what one end has besides, the first or the last.
+def stage_elements(layout: Layout) -> tuple[int, int, int]:
+    """Return the elements of a rank's layers, and what the first and the last stage have besides.
 
-    The last reads the embedding too where it is the head, or where it predicts further ahead.
+    The last has the embedding too where it is the head, or where it predicts further ahead.
     """
     model = layout.cfg.model
     held = first = last = 0
     for spec in layout.trained():
         used = layout.used_elements(spec)
-        held += 0 if is_shared(spec) else used
-        first += used if is_shared(spec) and runs_first(spec) else 0
+        if not is_shared(spec):
+            held += used
+            continue
         again = spec.path.startswith("embedding.") and (model.tie_embeddings or model.mtp_depth)
-        last += used if is_shared(spec) and (again or not runs_first(spec)) else 0
-    return held // num_chunks, max(first, last)
+        first += used if runs_first(spec) else 0
+        last += used if again or not runs_first(spec) else 0
+    return held, first, last

@@ -30,6 +30,7 @@ from jaxfound.parallelism.memory import (
     whole_state_bytes,
 )
 from jaxfound.parallelism.pipeline.facts import Pipeline, pipeline_of
+from jaxfound.parallelism.pipeline.pipelining import Pipelining
 from jaxfound.parallelism.pipeline.schedule import Schedule
 from jaxfound.parallelism.pipeline.stages import StageLayers
 from jaxfound.parallelism.placement import Placement
@@ -122,13 +123,8 @@ class ParallelPlan:
         """What follows from the schedule and the stages; None without stages."""
         if self.schedule is None or self.stages is None:
             return None
-        return pipeline_of(
-            self.schedule.name,
-            num_ranks=self.schedule.num_ranks,
-            num_microbatches=self.schedule.num_microbatches,
-            num_chunks=self.schedule.num_chunks,
-            num_layers=max(self.stages.places) + 1,
-        )
+        num_layers = max(self.stages.places) + 1
+        return pipeline_of(Pipelining.of(self.schedule), num_layers=num_layers)
 
     def degree(self, axis: AxisName) -> int:
         """Return the devices along `axis`."""

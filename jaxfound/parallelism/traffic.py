@@ -220,8 +220,9 @@ def handed_on(layout: Layout) -> Amount:
 
 
 def shared_gradients(layout: Layout) -> Amount:
-    """Return the gradients of what every rank holds whole, summed once a step."""
-    shared = [layout.used_elements(s) for s in layout.trained() if is_shared(s)]
+    """Return the gradients of what every rank holds whole, summed once a step: fsdp's part."""
+    place = layout.rules.slot_axes
+    shared = [layout.elements(s, place) for s in layout.trained() if is_shared(s)]
     return Amount(sum(shared) * FLOAT32_BYTES, len(shared))
 
 

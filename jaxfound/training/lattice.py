@@ -1,4 +1,4 @@
-"""Every layout of a few devices: meshes of two along an axis, ZeRO stages, micro-batches."""
+"""Every layout of a few devices: meshes, ZeRO stages, micro-batches and schedules."""
 
 import json
 import math
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import jax
 
-from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.config.parallel import AXES, AxisName, ParallelConfig
 from jaxfound.config.run import RunConfig
+from jaxfound.parallelism.pipeline.builders import SCHEDULES
 from jaxfound.resources.platform import source_commit
 from jaxfound.resources.topology import Device
 from jaxfound.training.trial import Parallel, Trial
@@ -21,6 +22,13 @@ FORMAT_VERSION = 1
 MOST_AXES = 3
 STAGES = (0, 1, 2, 3)
 MICROBATCHES = (1, 2)
+# Of a pipeline of two ranks: what its schedules need, and stages it can have.
+PIPELINE_MICROBATCHES = 4
+PIPELINE_STAGES = (0, 1, 2)
+# Layers of the main stack: with two stages and with four the last one is short.
+MAIN_LAYERS = 5
+
+DEFAULT_SCHEDULE = ParallelConfig().schedule
 
 type Slice = tuple[int, int]
 
@@ -28,17 +36,33 @@ type Slice = tuple[int, int]
 def layouts(cfg: RunConfig) -> list[Parallel]:
     """Return every layout of up to eight devices that a model can have, in a fixed order.
 
-    Pipeline is left out while training refuses it, expert for a model without experts.
+    Expert is left out for a model without experts. Pipelines run every schedule on every mesh, and
+    the default one with every ZeRO stage that stages can have.
     """
-    axes: list[AxisName] = [
-        a for a in AXES if a != "pipeline" and (a != "expert" or cfg.model.ffn == "moe")
-    ]
+    axes: list[AxisName] = [a for a in AXES if a != "expert" or cfg.model.ffn == "moe"]
     meshes = [m for n in range(1, MOST_AXES + 1) for m in combinations(axes, n)]
-    return [
+    flat = [
         {**dict.fromkeys(mesh, 2), "num_microbatches": pieces, **stage}
         for mesh, pieces in product(meshes, MICROBATCHES)
+        if "pipeline" not in mesh
         for stage in stages_of(mesh)
     ]
+    return flat + [one for mesh in meshes if "pipeline" in mesh for one in pipelines(mesh)]
+
+
+def pipelines(mesh: Sequence[str]) -> Iterator[Parallel]:
+    """Yield the layouts of a mesh with two pipeline ranks."""
+    last = PIPELINE_STAGES[-1]
+    for name in SCHEDULES:
+        for stage in PIPELINE_STAGES:
+            if stage == last or (name == DEFAULT_SCHEDULE and "fsdp" in mesh):
+                pieces = PIPELINE_MICROBATCHES
+                yield {
+                    **dict.fromkeys(mesh, 2),
+                    "num_microbatches": pieces,
+                    "zero_stage": stage,
+                    "schedule": name,
+                }
 
 
 def stages_of(mesh: Sequence[str]) -> list[dict[str, int]]:
@@ -69,7 +93,9 @@ def verify_lattice(
         devices: at least eight; all there are by default.
     """
     devices = jax.devices() if devices is None else devices
-    trial = Trial(cfg, {axis: 1 if axis == "pipeline" else 2 for axis in AXES})
+    several = cfg.parallel.model_copy(update={"num_microbatches": PIPELINE_MICROBATCHES})
+    cfg = cfg.model_copy(update={"parallel": several})
+    trial = Trial(cfg, dict.fromkeys(AXES, 2), main_layers=MAIN_LAYERS)
     one = trial.run({"num_microbatches": 1}, devices)
     for parallel in in_slice(layouts(trial.cfg), part):
         yield parallel, list(findings(trial, parallel, devices, one=one))

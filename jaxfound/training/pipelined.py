@@ -7,6 +7,7 @@ what the devices lose: every loss is divided by counts of the whole batch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -121,6 +122,9 @@ class PipelinedStep:
         self.schedule = schedule_of(pipelining)
         self.manual = tuple(a for a in AXES if a != "tensor" and self.rules.degree(a) > 1)
         self.has_experts = cfg.model.ffn == "moe"
+        # Layers that are scanned have one backward pass, of which I and W cannot be told apart.
+        unrolled = replace(frame.execution, layers_per_scan_step=0)
+        self.execution = unrolled if self.schedule.splits_backward else frame.execution
         if frame.stages is None:
             raise ValueError(
                 "the frame was made for no pipeline; build it from the plan's execution"
@@ -184,9 +188,8 @@ class PipelinedStep:
                 model.layers,
                 x,
                 row_of(model, read),
-                execution=self.frame.execution,
+                execution=self.execution,
                 there=fixed["places"] != NO_LAYER if masked else None,
-                apart=self.schedule.splits_backward,
             )
             if load is None:
                 return y, jnp.zeros(()), None
@@ -198,23 +201,46 @@ class PipelinedStep:
             terms = end_terms(model, model.final_norm(y), read, loads={}, cfg=self.cfg)
             return objective_of(terms, counts, cfg=self.cfg), terms
 
-        return Stages(prefix, stage, suffix, self.pin)
+        return Stages(prefix, stage, suffix, self.pin, self.pin_chunks, self.pin_shared)
 
     def pin(self, x: jax.Array) -> jax.Array:
         """Keep an activation where it lies over tensor."""
         return self.rules.constrain(x, "batch", "seq", "embed")
 
+    def pin_chunks(self, arrays: Arrays) -> dict[str, jax.Array]:
+        """Keep arrays [chunks places ...] where their parameters lie over tensor."""
+        dims, pin = self.frame.dims().params, self.rules.constrain_used
+        return {path: pin(a, None, *dims[path]) for path, a in arrays.items()}
+
+    def pin_shared(self, arrays: Arrays) -> dict[str, jax.Array]:
+        """Keep arrays like the shared parameters where those lie over tensor."""
+        dims, pin = self.frame.dims().params, self.rules.constrain_used
+        return {path: pin(a, *dims[path]) for path, a in arrays.items()}
+
     def gradients(self, sums: Sums) -> dict[str, jax.Array]:
-        """Return this device's shards of the gradients, summed over all devices that have parts."""
+        """Return this device's shards of the gradients, summed over all devices that have parts.
+
+        Over tensor each device sums its own part: the partitioner would gather the parts first.
+        """
         dims, shapes = self.frame.dims().params, self.frame.shapes().params
-        found = {}
-        for path, grad in sums.chunks.items():
-            grad = self.with_other_copy(grad)
-            found[path] = grad.reshape(-1, *grad.shape[2:])
-        return {
-            path: self.summed(grad, dims[path], shapes[path].shape)
-            for path, grad in (found | sums.shared).items()
-        }
+        grads, lies = {**sums.chunks, **sums.shared}, self.rules.gathered_spec
+
+        def summed(*parts: jax.Array) -> tuple[jax.Array, ...]:
+            found = []
+            for path, part in zip(grads, parts, strict=True):
+                if path in sums.chunks:
+                    both = self.with_other_copy(part)
+                    part = both.reshape(-1, *both.shape[2:])
+                found.append(self.summed(part, dims[path], shapes[path].shape))
+            return tuple(found)
+
+        chunked = [(None, *dims[path]) if path in sums.chunks else dims[path] for path in grads]
+        run = self.rules.on_each_device(
+            summed,
+            takes=[lies(d) for d in chunked],
+            gives=tuple(lies(dims[path]) for path in grads),
+        )
+        return dict(zip(grads, run(*grads.values()), strict=True))
 
     def with_other_copy(self, grad: jax.Array) -> jax.Array:
         """Return gradients [chunks ...] with those of the other copy of each chunk added.

@@ -75,18 +75,17 @@ class Outcome:
 class Trial:
     """A small model with weights and a batch, ready to run in any layout of its run."""
 
-    def __init__(
-        self, cfg: RunConfig, degrees: Degrees, *, num_layers: int | None = None
-    ) -> None:
+    def __init__(self, cfg: RunConfig, degrees: Degrees, *, main_layers: int | None = None) -> None:
         """Make a run's model small.
 
         Args:
             cfg: the run.
             degrees: of the axes whose sizes are to divide as the model's do.
-            num_layers: in place of as few as those degrees allow.
+            main_layers: layers of the main stack, in place of as few as those degrees allow.
         """
         self.cfg = shrunk(cfg, degrees)
-        if num_layers is not None:
+        if main_layers is not None:
+            num_layers = main_layers + self.cfg.model.num_leading_layers
             changed = self.cfg.model.model_copy(update={"num_layers": num_layers})
             self.cfg = self.cfg.model_copy(update={"model": changed})
         self.table = describe(self.cfg.model)

@@ -1,15 +1,20 @@
 """What a plan counts of a pipeline: layers, ticks, slots and waiting, worked out once for each."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
-from jaxfound.parallelism.pipeline.builders import make_schedule
+from jaxfound.parallelism.pipeline.pipelining import (
+    Pipelining,
+    layers_of,
+    schedule_of,
+    table_of,
+)
 from jaxfound.parallelism.pipeline.schedule import Schedule
 from jaxfound.parallelism.pipeline.simulate import Costs, simulate
-from jaxfound.parallelism.pipeline.stages import StageLayers, stage_layers
-from jaxfound.parallelism.pipeline.ticks import lockstep, place_ticks, tick_table
+from jaxfound.parallelism.pipeline.stages import StageLayers
+from jaxfound.parallelism.pipeline.ticks import lockstep, place_ticks
 
 # What schedules are published with: F, I and W take as long as each other.
 PUBLISHED = Costs()
@@ -94,29 +99,22 @@ class Pipeline:
         }
 
 
-@lru_cache(maxsize=1024)
-def pipeline_of(
-    name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int, num_layers: int
-) -> Pipeline:
-    """Return a schedule by name with what a plan counts of it.
+@cache
+def pipeline_of(pipelining: Pipelining, *, num_layers: int) -> Pipeline:
+    """Return a pipeline with what a plan counts of it.
 
     Args:
-        name: a key of `SCHEDULES`.
-        num_ranks: devices along the `pipeline` axis.
-        num_microbatches: micro-batches of a step.
-        num_chunks: chunks of a rank, where the schedule leaves the choice.
+        pipelining: which schedule, for how many ranks, micro-batches and chunks.
         num_layers: layers of the stack that is cut.
 
     Raises:
         ScheduleError: if the schedule cannot take these numbers.
     """
-    schedule = make_schedule(
-        name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )
-    table, run = tick_table(schedule), simulate(schedule, PUBLISHED)
+    schedule, table = schedule_of(pipelining), table_of(pipelining)
+    run = simulate(schedule, PUBLISHED)
     return Pipeline(
         schedule=schedule,
-        stages=stage_layers(num_layers, schedule),
+        stages=layers_of(pipelining, num_layers),
         work=work_of(schedule),
         num_input_slots=table.num_input_slots,
         num_grad_slots=table.num_grad_slots,

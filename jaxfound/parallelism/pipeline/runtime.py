@@ -37,12 +37,16 @@ class Stages:
         stage: (params, fixed, input, piece) -> (output, loss, report) of one chunk.
         suffix: (shared, output, piece) -> (loss, report), after the last stage.
         pin: keeps an activation in its place on the axes that are left to the partitioner.
+        pin_chunks: keeps arrays like all chunks' parameters in theirs.
+        pin_shared: keeps arrays like the shared parameters in theirs.
     """
 
     prefix: Callable[[Tree, Tree], jax.Array]
     stage: Callable[[Tree, Tree, jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
     suffix: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
     pin: Callable[[jax.Array], jax.Array] = lambda x: x
+    pin_chunks: Callable[[Tree], Tree] = lambda tree: tree
+    pin_shared: Callable[[Tree], Tree] = lambda tree: tree
 
 
 class Inputs(NamedTuple):
@@ -198,7 +202,7 @@ class Rank:
         def at_last() -> tuple[jax.Array, Tree, Tree]:
             end = jax.grad(stages.suffix, (0, 1), has_aux=True)
             (of_shared, of_y), found = end(shared, y, piece)
-            return stages.pin(of_y), added(so_far, of_shared), added(end_so_far, found)
+            return stages.pin(of_y), self.shared_with(so_far, of_shared), added(end_so_far, found)
 
         def between() -> tuple[jax.Array, Tree, Tree]:
             return stages.pin(pick(buffers.grads, row["b_grad_slot"])), so_far, end_so_far
@@ -209,10 +213,18 @@ class Rank:
 
         def at_first() -> Tree:
             _, pull_prefix = jax.vjp(lambda shared: stages.prefix(shared, piece), shared)
-            return added(so_far, pull_prefix(of_x)[0])
+            return self.shared_with(so_far, pull_prefix(of_x)[0])
 
         so_far = lax.cond(row["b_first"] > 0, at_first, lambda: so_far)
         return of_params, Back(of_x, so_far, report, end_so_far)
+
+    def shared_with(self, so_far: Tree, part: Tree) -> Tree:
+        """Return the sum of the shared parameters' gradients with a part added."""
+        return self.stages.pin_shared(added(so_far, part))
+
+    def chunks_with(self, so_far: Tree, part: Tree, chunk: jax.Array) -> Tree:
+        """Return the sums of the chunks' gradients with a part added to one chunk's."""
+        return self.stages.pin_chunks(add_at(so_far, part, chunk, self))
 
     def exchanged(self, sent: Sent, buffers: Buffers, row: Tree) -> Buffers:
         """Send what the tick made and return the buffers with what arrived."""
@@ -249,7 +261,7 @@ class Rank:
         end = jax.eval_shape(
             self.stages.suffix, self.inputs.shared, self.activation, pick(self.inputs.pieces, 0)
         )[1]
-        return float32_zeros(self.inputs.shared), zeros(end)
+        return self.stages.pin_shared(float32_zeros(self.inputs.shared)), zeros(end)
 
     def zero_sums(self) -> Sums:
         """Return the sums before the first tick."""
@@ -257,9 +269,9 @@ class Rank:
         first = (self._params, self._fixed, self.activation, pick(self.inputs.pieces, 0))
         report = zeros(jax.eval_shape(stage, *first)[2])
         several = jax.tree.map(lambda a: jnp.zeros((self.num_chunks, *a.shape), a.dtype), report)
-        return Sums(
-            float32_zeros(self.inputs.chunks), self.end_sums()[0], several, self.end_sums()[1]
-        )
+        chunks = self.stages.pin_chunks(float32_zeros(self.inputs.chunks))
+        shared, end = self.end_sums()
+        return Sums(chunks, shared, several, end)
 
 
 type Done = tuple[Sent, list[jax.Array], Sums]
@@ -278,7 +290,7 @@ def _backward(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
     params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
     of_params, back = rank.backward(params, row, buffers, (sums.shared, sums.end))
     sums = _with_report(rank, back, row, sums)
-    sums = sums._replace(chunks=add_at(sums.chunks, of_params, row["b_chunk"], rank))
+    sums = sums._replace(chunks=rank.chunks_with(sums.chunks, of_params, row["b_chunk"]))
     return Sent(rank.nothing(), back.grad), buffers.kept, sums
 
 
@@ -297,7 +309,7 @@ def _weight_grad(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
     params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
     kept = [pick(slots, row["b_kept_slot"]) for slots in buffers.kept]
     of_params = _cut_of(rank).weight_part(params, kept)
-    sums = sums._replace(chunks=add_at(sums.chunks, of_params, row["b_chunk"], rank))
+    sums = sums._replace(chunks=rank.chunks_with(sums.chunks, of_params, row["b_chunk"]))
     return Sent(rank.nothing(), rank.nothing()), buffers.kept, sums
 
 

@@ -1,22 +1,26 @@
 """A plan knows its pipeline: stages, state, slots, waiting and traffic, counted by hand."""
 
 import json
+import math
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxfound.config import load
 from jaxfound.config.parallel import AXES
 from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.face import make_plan as plan_of_config
-from jaxfound.models import describe
-from jaxfound.parallelism import ParallelPlan, PlanError, make_plan
+from jaxfound.models import describe, execution_of
+from jaxfound.models.build import Frame
+from jaxfound.parallelism import ParallelPlan, PlanError, build_mesh, make_plan
 from jaxfound.parallelism.compute import part_flops
 from jaxfound.parallelism.legal import layout_of
 from jaxfound.parallelism.memory import adam_slots
 from jaxfound.parallelism.pipeline.builders import SCHEDULES
 from jaxfound.parallelism.pipeline.facts import lockstep_work, pipeline_of
+from jaxfound.parallelism.pipeline.pipelining import Pipelining
 from jaxfound.parallelism.pipeline.stages import NO_LAYER
 from jaxfound.parallelism.search import search
 from jaxfound.resources.topology import Topology
@@ -38,11 +42,18 @@ EMBEDDING, FINAL, UP, NORM = 64 * 32, 32, 32 * 48, 32
 
 
 def plan(
-    *, layers=3, table: ParamTable | None = TABLE, rows=16, model=None, topology=None, **parallel
+    *,
+    layers=3,
+    table: ParamTable | None = TABLE,
+    rows=16,
+    model=None,
+    topology=None,
+    train=None,
+    **parallel,
 ):
     """A plan of a tiny dense model on as many devices as its axes need, or on a topology."""
     model = model or model_config("gqa", num_layers=layers)
-    cfg = run_config(model, rows=rows, parallel=parallel)
+    cfg = run_config(model, rows=rows, parallel=parallel, train=train or {})
     count = parallel["pipeline"] * parallel.get("fsdp", 1) * parallel.get("data", 1)
     return make_plan(cfg, topology or count, params=table or describe(model))
 
@@ -141,14 +152,26 @@ def test_slots_are_those_of_the_tables_and_one_of_each_kind_for_what_nobody_need
 def test_a_cut_backward_pass_keeps_what_the_gradients_of_weights_are_made_from():
     found = plan(pipeline=2, schedule="zero_bubble", num_microbatches=4, rows=16)
     tokens = 16 // 4 * 16
-    # Stream and its sum, queries of 4 heads, keys and values of 2, gate and up; and as much again
-    # of their gradients; of two layers.
-    kept = 2 * 2 * tokens * (2 * 32 + (4 + 2 * 2) * 8 + 2 * 48) * 4
+    # Four of the stream's width, queries of 4 heads and keys and values of 2 with their gradients,
+    # and three of the feed-forward; of two layers.
+    kept = 2 * tokens * (4 * 32 + 2 * (4 + 2) * 8 + 3 * 48) * 4
     rows = tokens * 32 * 4
     staged = found.pipeline
     assert staged.num_kept_slots > 0
     inputs = staged.num_input_slots + staged.num_grad_slots + 2
-    assert found.ledger.of("stage slots") == inputs * rows + staged.num_kept_slots * kept
+    assert found.ledger.of("stage slots") == inputs * rows + (staged.num_kept_slots + 1) * kept
+
+
+def test_a_chunks_gradients_are_there_before_they_are_added_up():
+    found = plan(pipeline=2, num_microbatches=4).ledger
+    # The widest layer in the format of compute, float32 here, and two layers' gradients.
+    assert found.of("buffers") == 4 * (UP + NORM) + 4 * 2 * (UP + NORM)
+    wide = plan(pipeline=2, num_microbatches=4, model=model_config("gqa", num_layers=3,
+                vocab_size=4096), train={"loss_chunk": 0}).ledger  # fmt: skip
+    # The last stage's end: the head in use, and its gradients and the last norm's.
+    assert wide.of("buffers") == 4 * EMBEDDING + 4 * (EMBEDDING + FINAL)
+    assert wide.of("logits") == 4 * 16 * 4096 * 4 * 2
+    assert wide.of("gradients") == found.of("gradients")
 
 
 def test_stages_keep_what_one_micro_batch_needs_however_many_are_in_flight():
@@ -186,10 +209,10 @@ def test_chunks_of_more_layers_than_are_unrolled_are_refused_where_backward_pass
 
 
 def test_a_tick_is_as_long_as_its_busiest_rank():
-    one = pipeline_of("paired_1f1b", num_ranks=2, num_microbatches=1, num_chunks=1, num_layers=2)
+    one = pipeline_of(Pipelining("paired_1f1b", 2, 1), num_layers=2)
     # F of the first stage; B of the last, with its F; B of the first, which runs it again.
     assert lockstep_work(one, layer=10.0, first=1.0, last=2.0) == 11 + (30 + 6) + 33
-    two = pipeline_of("paired_1f1b", num_ranks=2, num_microbatches=2, num_chunks=1, num_layers=2)
+    two = pipeline_of(Pipelining("paired_1f1b", 2, 2), num_layers=2)
     # F; F beside the last's B; B beside the last's B; B.
     assert lockstep_work(two, layer=10.0, first=1.0, last=2.0) == 11 + 36 + 36 + 33
 
@@ -337,3 +360,32 @@ def test_the_published_layout_of_deepseek_v3_is_planned_in_ten_seconds():
     # 4 layers of 4 experts on a rank, and the further prediction's.
     experts = (4 + 1) * 256 // 64 * 3 * 7168 * 2048
     assert found.ledger.of("parameters") > 4 * experts
+
+
+STORED = [
+    {"pipeline": 2, "fsdp": 2, "tensor": 2, "schedule": "paired_1f1b"},
+    {"pipeline": 4, "data": 2, "schedule": "dualpipe"},
+    {"pipeline": 2, "expert": 2, "fsdp": 2, "zero_stage": 1, "schedule": "interleaved"},
+]
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("parallel", STORED, ids=lambda p: p["schedule"])
+def test_a_device_stores_what_the_ledger_says(parallel):
+    model = model_config("mla_moe_mtp", num_layers=4)
+    cfg = run_config(model, rows=64, parallel={**parallel, "num_microbatches": 8})
+    found = make_plan(cfg, 8, params=describe(model))
+    frame = Frame(model, execution=execution_of(found, cfg.precision))
+    mesh = build_mesh(found, devices=jax.devices()[:8])
+    shapes, places = frame.shapes(), frame.shardings(mesh)
+
+    def held(shapes, places):
+        return sum(4 * math.prod(places[p].shard_shape(s.shape)) for p, s in shapes.items())
+
+    assert found.ledger.of("parameters") == held(shapes.params, places.params)
+    moments = held(shapes.params, frame.slot_shardings(mesh))
+    assert found.ledger.of("optimizer") == 2 * moments + 4
+    # Each token is four int32 and a mask; the step and the random state are three words.
+    rows = 64 // (8 // parallel["pipeline"] // parallel.get("tensor", 1))
+    biases = held(shapes.buffers, places.buffers)
+    assert found.ledger.of("inputs") == biases + rows * 16 * 17 + 12

@@ -1,0 +1,70 @@
+"""Programs of pipelines: as long for 64 micro-batches as for 8, a tick for each of the table."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxfound.config import load
+from jaxfound.config.parallel import AXES
+from jaxfound.parallelism.pipeline.pipelining import schedule_of
+from jaxfound.parallelism.pipeline.ticks import place_ticks
+from jaxfound.training.lattice import MAIN_LAYERS
+from jaxfound.training.objective import token_counts
+from jaxfound.training.step import gradients
+from jaxfound.training.trial import Trial
+
+pytestmark = pytest.mark.multidevice
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny-dense.yaml"
+RANKS = {"pipeline": 2, "zero_stage": 2}
+
+
+def placed_for(pieces, **parallel):
+    keys = [f"parallel.num_microbatches={pieces}", f"train.batch_size={pieces}"]
+    cfg = load(CONFIG, keys)
+    trial = Trial(cfg, dict.fromkeys(AXES, 1) | {"pipeline": 2}, main_layers=MAIN_LAYERS)
+    rows = trial.cfg.train.model_copy(update={"batch_size": pieces})
+    trial.cfg = trial.cfg.model_copy(update={"train": rows})
+    trial.batch = jax.tree.map(lambda a: np.resize(a, (pieces, *a.shape[1:])), trial.batch)
+    return trial.place(RANKS | {"num_microbatches": pieces} | parallel, jax.devices())
+
+
+def step_of(placed):
+    def step(state, batch):
+        with jax.sharding.use_abstract_mesh(placed.abstract_mesh):
+            counts = token_counts(batch, num_depths=0)
+            return gradients(state, batch, frame=placed.frame, cfg=placed.cfg, counts=counts)
+
+    return partial(step, placed.state, placed.batch)
+
+
+@pytest.mark.parametrize("schedule", ["paired_1f1b", "dualpipe"])
+def test_a_program_is_as_long_for_64_micro_batches_as_for_8(schedule):
+    lengths = {}
+    for pieces in (8, 64):
+        step = step_of(placed_for(pieces, schedule=schedule))
+        lengths[pieces] = jax.jit(step).lower().as_text().count("\n")
+    assert lengths[8] == lengths[64]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "paired_1f1b", "zero_bubble", "dualpipev"])
+def test_the_step_scans_over_the_ticks_of_the_simulator(schedule):
+    placed = placed_for(6, schedule=schedule)
+    pipelining = placed.frame.execution.pipelining
+    lengths = [eqn.params["length"] for eqn in equations(jax.make_jaxpr(step_of(placed))().jaxpr)]
+    assert len(place_ticks(schedule_of(pipelining))) in lengths
+
+
+def equations(jaxpr):
+    """Every scan of a program, those in its inner programs too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
