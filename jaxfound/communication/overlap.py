@@ -4,10 +4,11 @@ The program is walked as a device runs it: one operation after the other, and co
 the other on wires of their own. One that has been started goes on while other operations run, and
 its end waits for what is left of it; one without a start and an end stops everything. A loop counts
 as often as it runs. Of the branches of a conditional the cheapest is taken to run, so that nothing
-is covered by arithmetic that may be skipped; what the others send is listed all the same.
+is covered by arithmetic that may be skipped; what the others send is listed all the same. Where it
+is known how often each branch runs, as of the ticks of a pipeline, it counts as often.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxfound.communication.hlo import START, Collective, collective_of, kind_of, sent_bytes
@@ -16,6 +17,8 @@ from jaxfound.communication.program import Operation, Program, type_bytes
 DONE = "-done"
 type Work = Callable[[Operation], float]
 type Wire = Callable[[Collective, int], float]
+# How often each branch of a conditional runs for one run of it; None where nobody knows.
+type Shares = Callable[[Operation], Sequence[float] | None]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Exchange:
         operation: its name in the program.
         stack: `file:line` it comes from, then of each caller; empty where nothing is said.
         num_bytes: of one device in one call, as communication.cost counts them.
-        calls: how often the program runs it.
+        calls: how often the program runs it, on average where branches are shared out.
         is_async: whether other operations may run between its start and its end.
         in_branch: whether it is in a branch of a conditional, and may not run at all.
         seconds: of one call.
@@ -39,7 +42,7 @@ class Exchange:
     operation: str
     stack: tuple[str, ...]
     num_bytes: int
-    calls: int
+    calls: float
     is_async: bool
     in_branch: bool
     seconds: float
@@ -73,7 +76,7 @@ class Timeline:
         """Seconds of work and of waiting."""
         return self.work_s + self.waited_s
 
-    def times(self, count: int) -> "Timeline":
+    def times(self, count: float) -> "Timeline":
         """Return the timeline of a loop that runs this `count` times."""
         return replace(
             self,
@@ -83,15 +86,24 @@ class Timeline:
         )
 
 
-def timeline(program: Program, *, work: Work, wire: Wire) -> Timeline:
+def timeline(
+    program: Program,
+    *,
+    work: Work,
+    wire: Wire,
+    shares: Shares = lambda _: None,
+    computation: str | None = None,
+) -> Timeline:
     """Return one run of a scheduled program.
 
     Args:
         program: from `read_program`.
         work: seconds of an operation that is no collective and runs nothing else.
         wire: seconds of a collective with so many bytes a device.
+        shares: of each branch of a conditional.
+        computation: the part of the program to run; all of it by default.
     """
-    return _Walk(program, work, wire).of(program.entry)
+    return _Walk(program, work, wire, shares).of(computation or program.entry)
 
 
 @dataclass
@@ -101,6 +113,7 @@ class _Walk:
     program: Program
     work: Work
     wire: Wire
+    shares: Shares
     found: dict[str, Timeline] = field(default_factory=dict)
 
     def of(self, computation: str) -> Timeline:
@@ -126,8 +139,17 @@ class _Walk:
         )
 
     def branches(self, operation: Operation) -> Timeline:
-        """Return the cheapest branch of a conditional, with what any of them may send."""
+        """Return the branches by their shares, or the cheapest, with what any of them may send."""
         ways = [self.of(name) for name in operation.called]
+        shares = self.shares(operation)
+        if shares is not None:
+            parts = [way.times(share) for way, share in zip(ways, shares, strict=True)]
+            return Timeline(
+                exchanges=tuple(e for part in parts for e in part.exchanges if e.calls),
+                work_s=sum(part.work_s for part in parts),
+                waited_s=sum(part.waited_s for part in parts),
+                unknown_loops=tuple(name for part in parts for name in part.unknown_loops),
+            )
         cheapest = min(ways, key=lambda way: way.work_s, default=Timeline())
         sent = (replace(e, in_branch=True) for way in ways for e in way.exchanges)
         return replace(cheapest, exchanges=tuple(sent))

@@ -9,9 +9,10 @@ import numpy as np
 from jaxfound.communication.cost import COLLECTIVES, CollectiveName
 from jaxfound.communication.hlo import Collective, Groups, axes_crossed
 from jaxfound.communication.overlap import Exchange, timeline
-from jaxfound.communication.program import Program
+from jaxfound.communication.program import Operation, Program
 from jaxfound.communication.work import Peaks, seconds_of
 from jaxfound.config.parallel import AXES
+from jaxfound.parallelism.pipeline.pipelining import Pipelining, table_of
 from jaxfound.parallelism.placement import Span, group_on
 from jaxfound.parallelism.plan import ParallelPlan
 from jaxfound.resources.topology import Topology
@@ -68,7 +69,7 @@ def sent_in(
 
     is_timed = peaks is not None and topology is not None and knows_links(topology)
     work = partial(seconds_of, program=program, peaks=peaks) if peaks else lambda _: 0.0
-    run = timeline(program, work=work, wire=wire)
+    run = timeline(program, work=work, wire=wire, shares=partial(tick_shares, plan=plan))
     sizes: dict[str, int] = dict(zip(AXES, plan.degrees, strict=True))
     rows = tuple(sent_of(e, sizes, hosts, is_timed=is_timed) for e in run.exchanges)
     return Traced(
@@ -77,6 +78,20 @@ def sent_in(
         waited_s=run.waited_s if is_timed else None,
         unknown_loops=run.unknown_loops,
     )
+
+
+def tick_shares(operation: Operation, *, plan: ParallelPlan) -> list[float] | None:
+    """Return the share of a pipeline's ticks that each branch of its switch has on a rank.
+
+    A tick's switch has a branch for each kind of tick, which no other conditional of a step has.
+    """
+    if plan.schedule is None:
+        return None
+    table = table_of(Pipelining.of(plan.schedule))
+    if len(operation.called) != len(table.kinds) or len(table.kinds) == 2:
+        return None
+    kinds = table.columns["kind"]
+    return [float((kinds == number).mean()) for number in range(len(table.kinds))]
 
 
 def sent_of(
@@ -90,7 +105,7 @@ def sent_of(
         group_size=collective.group_size,
         link=link_of(collective, hosts),
         num_bytes=exchange.num_bytes,
-        calls=exchange.calls,
+        calls=round(exchange.calls),
         is_async=exchange.is_async,
         in_branch=exchange.in_branch,
         seconds=exchange.seconds if is_timed else None,

@@ -104,8 +104,9 @@ def even_spec(
 ) -> PartitionSpec:
     """Return a spec without uneven layers: `pipeline` moves to the largest dim that divides.
 
-    Layers that stages share unevenly cannot be cut along their stack; along another dim every
-    device still holds its part alone. Where no dim divides, the array is whole over `pipeline`.
+    Layers that stages share unevenly cannot be cut along their stack; along a dim that no axis cuts
+    every device still holds its part alone. An array without such a dim, a norm's scale, is whole
+    over `pipeline`: XLA cannot gather layers into two axes of one dim.
     """
     entries: list[tuple[str, ...]] = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
     entries += [()] * (len(shape) - len(entries))
@@ -116,12 +117,8 @@ def even_spec(
     for i, axes in enumerate(entries):
         if "pipeline" in axes and shape[i] % pieces(axes):
             entries[i] = tuple(a for a in axes if a != "pipeline")
-            fitting = [
-                j
-                for j, size in enumerate(shape)
-                if j != i and size % pieces((*entries[j], "pipeline")) == 0
-            ]
+            rest = [j for j in range(len(shape)) if j != i and pieces(entries[j]) == 1]
+            fitting = [j for j in rest if shape[j] % degrees["pipeline"] == 0]
             if fitting:
-                chosen = max(fitting, key=lambda j: shape[j] // pieces(entries[j]))
-                entries[chosen] = (*entries[chosen], "pipeline")
+                entries[max(fitting, key=lambda j: shape[j])] = ("pipeline",)
     return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in entries))

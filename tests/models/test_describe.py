@@ -11,7 +11,8 @@ from tests.models.tiny import MODELS, model_config, weights_of
 
 VOCAB, D, F, LAYERS, HEADS = 64, 32, 48, 2, 4
 VOCABULARY = {
-    "layers", "leading_layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "ffn", "experts", "latent", None,
+    "layers", "leading_layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "ffn",
+    "experts", "latent", None,
 }  # fmt: skip
 
 
