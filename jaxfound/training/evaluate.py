@@ -11,6 +11,7 @@ from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame
 from jaxfound.training.batches import arranged_for_context, to_devices
 from jaxfound.training.loss import cross_entropy
+from jaxfound.training.pipelined import pipelined_nats
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import batch_sharding
 
@@ -38,7 +39,13 @@ def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
     @jax.jit
     def sums(params: dict, buffers: dict, batch: Batch) -> EvalSums:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            model = frame.bind(frame.natural(params), frame.natural(buffers))
+            pipelining, counted = frame.execution.pipelining, batch.loss_mask.sum()
+            if pipelining is not None:
+                nats = pipelined_nats(
+                    params, buffers, batch, frame=frame, cfg=cfg, pipelining=pipelining
+                )
+                return EvalSums(nats, counted)
+            model = frame.bind(params, buffers)
             batch, places = arranged_for_context(batch)
             row = model.row(batch.tokens, batch.positions, batch.segment_ids, places=places)
             found = cross_entropy(
@@ -49,7 +56,7 @@ def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
                 head=model.head,
                 chunk=cfg.train.loss_chunk,
             )
-            return EvalSums(found.nats, batch.loss_mask.sum())
+            return EvalSums(found.nats, counted)
 
     placed = batch_sharding(frame, mesh)
 

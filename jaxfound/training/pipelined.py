@@ -6,7 +6,7 @@ that see other tokens, and over `pipeline` for what all ranks share. The objecti
 what the devices lose: every loss is divided by counts of the whole batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +22,13 @@ from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.decoder import Decoder, walk
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.parallelism.axes import only
-from jaxfound.parallelism.pipeline.pipelining import Pipelining, schedule_of, table_of
+from jaxfound.parallelism.pipeline.forward import run_forward
+from jaxfound.parallelism.pipeline.pipelining import (
+    Pipelining,
+    forward_table_of,
+    schedule_of,
+    table_of,
+)
 from jaxfound.parallelism.pipeline.runtime import (
     AXIS,
     Inputs,
@@ -32,6 +38,7 @@ from jaxfound.parallelism.pipeline.runtime import (
     run_schedule,
 )
 from jaxfound.parallelism.pipeline.stages import NO_LAYER
+from jaxfound.training.loss import cross_entropy
 from jaxfound.training.objective import (
     MAIN_ROUTERS,
     Piece,
@@ -41,6 +48,7 @@ from jaxfound.training.objective import (
     objective_of,
     piece_of,
     row_of,
+    token_counts,
 )
 from jaxfound.training.state import TrainState
 
@@ -77,26 +85,37 @@ def pipelined_gradients(
 
     From ZeRO stage 1 on the gradients are reduced and scattered to where their moments lie, once.
     """
-    step = PipelinedStep(frame, cfg, pipelining)
+    step, table = PipelinedStep(frame, cfg, pipelining), table_of(pipelining)
+
+    def on_device(stages: Stages, inputs: Inputs, rows: Arrays) -> tuple[dict, Terms]:
+        sums = run_schedule(table, stages, inputs, rows=rows)
+        return step.gradients(sums), step.terms(sums)
+
     pieces = microbatches(batch, pipelining.num_microbatches, num_depths=cfg.model.mtp_depth)
-    columns = rank_rows(table_of(pipelining))
-    ranks = PartitionSpec(None, AXIS)
-    places = step.places()
-    specs = step.specs(frame.execution.rules.param_spec, frame.dims())
-    run = jax.shard_map(
-        step.on_device,
-        in_specs=(
-            *specs,
-            step.piece_specs(pieces),
-            PartitionSpec(),
-            jax.tree.map(lambda _: ranks, columns),
-            PartitionSpec(AXIS),
-        ),
-        out_specs=(step.grad_specs(), step.term_specs(pieces)),
-        axis_names=set(step.manual),
-        check_vma=False,
-    )
-    return run(state.params, state.buffers, pieces, counts, columns, places)
+    gives = (step.grad_specs(), step.term_specs(pieces))
+    run = step.on_devices(on_device, pieces, columns=rank_rows(table), gives=gives)
+    return run(state.params, state.buffers, counts)
+
+
+def pipelined_nats(
+    params: Arrays,
+    buffers: Arrays,
+    batch: Batch,
+    *,
+    frame: Frame,
+    cfg: RunConfig,
+    pipelining: Pipelining,
+) -> jax.Array:
+    """Return the next-token loss of a batch, nats summed over counted targets, forward only."""
+    step, table = PipelinedStep(frame, cfg, pipelining), forward_table_of(pipelining)
+
+    def on_device(stages: Stages, inputs: Inputs, rows: Arrays) -> jax.Array:
+        return lax.psum(run_forward(table, stages, inputs, rows=rows), step.manual)
+
+    pieces = microbatches(batch, pipelining.num_microbatches, num_depths=0)
+    columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
+    run = step.on_devices(on_device, pieces, columns=columns, gives=PartitionSpec(), nats_only=True)
+    return run(params, buffers, token_counts(batch, num_depths=0))
 
 
 def microbatches(batch: Batch, count: int, *, num_depths: int) -> Piece:
@@ -131,32 +150,59 @@ class PipelinedStep:
             )
         self.stages = frame.stages
 
-    def places(self) -> jax.Array:
-        """Return the layer at each stored place, to be cut over `pipeline`."""
-        return jnp.asarray(self.stages.places, jnp.int32)
-
-    def on_device(
+    def on_devices(
         self,
-        params: Arrays,
-        buffers: Arrays,
+        run: Callable[[Stages, Inputs, Arrays], Any],
         pieces: Piece,
-        counts: TokenCounts,
+        *,
         columns: Arrays,
-        places: jax.Array,
-    ) -> tuple[dict[str, jax.Array], Terms]:
-        """Return this device's shards of the gradients, and the terms of the whole batch."""
-        held, fixed = parts_of(params), parts_of(buffers)
-        by_chunk = {"buffers": fixed.chunks, "places": places}
-        stages = self.model(held.shared, held.chunks, fixed, counts, pieces.places)
-        inputs = Inputs(
-            chunks=self.in_chunks(held.chunks),
-            fixed=self.in_chunks(by_chunk),
-            shared=held.shared,
-            pieces=(pieces.batch, pieces.aheads),
+        gives: Any,
+        nats_only: bool = False,
+    ) -> Callable[[Arrays, Arrays, TokenCounts], Any]:
+        """Return what runs a pipeline on every device: of parameters, buffers and token counts.
+
+        Args:
+            run: what a device does, given its stages, its inputs and its rank's columns.
+            pieces: the micro-batches.
+            columns: a table of ticks, each array [ticks ranks].
+            gives: how the results lie.
+            nats_only: whether the suffix reports the next-token loss alone.
+        """
+        ranks, whole = PartitionSpec(None, AXIS), PartitionSpec()
+        specs = self.specs(self.rules.param_spec, self.frame.dims())
+        takes = (*specs, self.piece_specs(pieces), whole, jax.tree.map(lambda _: ranks, columns))
+
+        def on_device(
+            params: Arrays,
+            buffers: Arrays,
+            pieces: Piece,
+            counts: TokenCounts,
+            columns: Arrays,
+            places: jax.Array,
+        ) -> Any:
+            held, fixed = parts_of(params), parts_of(buffers)
+            inputs = Inputs(
+                chunks=self.in_chunks(held.chunks),
+                fixed=self.in_chunks({"buffers": fixed.chunks, "places": places}),
+                shared=held.shared,
+                pieces=(pieces.batch, pieces.aheads),
+            )
+            stages = self.model(
+                held.shared, held.chunks, fixed, counts, pieces.places, nats_only=nats_only
+            )
+            return run(stages, inputs, jax.tree.map(lambda column: column[:, 0], columns))
+
+        mapped = jax.shard_map(
+            on_device,
+            in_specs=(*takes, PartitionSpec(AXIS)),
+            out_specs=gives,
+            axis_names=set(self.manual),
+            check_vma=False,
         )
-        rows = jax.tree.map(lambda column: column[:, 0], columns)
-        sums = run_schedule(table_of(self.pipelining), stages, inputs, rows=rows)
-        return self.gradients(sums), self.terms(sums)
+        places = jnp.asarray(self.stages.places, jnp.int32)
+        return lambda params, buffers, counts: mapped(
+            params, buffers, pieces, counts, columns, places
+        )
 
     def in_chunks(self, tree: Any) -> Any:
         """Return arrays [places of this rank ...] as [chunks places ...]."""
@@ -170,6 +216,8 @@ class PipelinedStep:
         fixed: Parts,
         counts: TokenCounts,
         places: jax.Array | None,
+        *,
+        nats_only: bool,
     ) -> Stages:
         """Return the model as prefix, stages and suffix."""
         masked = self.stages.num_masked > 0
@@ -201,7 +249,20 @@ class PipelinedStep:
             terms = end_terms(model, model.final_norm(y), read, loads={}, cfg=self.cfg)
             return objective_of(terms, counts, cfg=self.cfg), terms
 
-        return Stages(prefix, stage, suffix, self.pin, self.pin_chunks, self.pin_shared)
+        def nats(shared: Arrays, y: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
+            model, batch = bind(shared, stack, fixed.chunks), piece[0]
+            found = cross_entropy(
+                model.final_norm(y),
+                model.head.matrix(model.embedding),
+                targets=batch.targets,
+                counted=batch.loss_mask,
+                head=model.head,
+                chunk=self.cfg.train.loss_chunk,
+            )
+            return found.nats, found.nats
+
+        end = nats if nats_only else suffix
+        return Stages(prefix, stage, end, self.pin, self.pin_chunks, self.pin_shared)
 
     def pin(self, x: jax.Array) -> jax.Array:
         """Keep an activation where it lies over tensor."""

@@ -7,12 +7,19 @@ import jax
 import pytest
 
 from jaxfound.config import load
-from jaxfound.training.lattice import in_slice, layouts, verify_lattice, write_lattice
+from jaxfound.parallelism.pipeline.builders import SCHEDULES
+from jaxfound.training.lattice import (
+    DEFAULT_SCHEDULE,
+    in_slice,
+    layouts,
+    verify_lattice,
+    write_lattice,
+)
 from jaxfound.training.verify import Finding
 
 ROOT = Path(__file__).parent.parent.parent
 # Of the tiny models: what a slice costs is a few minutes on two cores.
-NUM_SLICES = 16
+NUM_SLICES = 32
 NAMES = ("tiny-mla-moe", "tiny-dense")
 
 
@@ -24,8 +31,20 @@ def config(name):
     ("name", "num_meshes", "num_with_fsdp"), [("tiny-mla-moe", 25, 11), ("tiny-dense", 14, 7)]
 )
 def test_every_mesh_has_every_stage_and_micro_batch_once(name, num_meshes, num_with_fsdp):
-    found = layouts(config(name))
+    found = [one for one in layouts(config(name)) if "pipeline" not in one]
     assert len(found) == 2 * (num_meshes - num_with_fsdp + 4 * num_with_fsdp)
+    assert len({tuple(sorted(one.items())) for one in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_meshes", "num_with_fsdp"), [("tiny-mla-moe", 16, 5), ("tiny-dense", 11, 4)]
+)
+def test_every_mesh_with_stages_has_every_schedule(name, num_meshes, num_with_fsdp):
+    found = [one for one in layouts(config(name)) if "pipeline" in one]
+    of_stages = [one for one in found if one["zero_stage"] != 2]
+    assert len(found) - len(of_stages) == len(SCHEDULES) * num_meshes
+    assert len(of_stages) == 2 * num_with_fsdp
+    assert {one["schedule"] for one in of_stages} == {DEFAULT_SCHEDULE}
     assert len({tuple(sorted(one.items())) for one in found}) == len(found)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from jaxfound.parallelism.pipeline.builders import make_schedule
+from jaxfound.parallelism.pipeline.forward import ForwardTable, forward_table
 from jaxfound.parallelism.pipeline.schedule import Schedule
 from jaxfound.parallelism.pipeline.stages import StageLayers, stage_layers
 from jaxfound.parallelism.pipeline.ticks import TickTable, tick_table
@@ -48,6 +49,12 @@ def schedule_of(pipelining: Pipelining) -> Schedule:
 def table_of(pipelining: Pipelining) -> TickTable:
     """Return the table of the schedule's ticks; the same one every time."""
     return tick_table(schedule_of(pipelining))
+
+
+@cache
+def forward_table_of(pipelining: Pipelining) -> ForwardTable:
+    """Return the table of the forward passes alone; the same one every time."""
+    return forward_table(schedule_of(pipelining))
 
 
 @cache
