@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxfound.cli.bench_kernels import kernels_command, tune_command
+from jaxfound.cli.bench_pipeline import pipeline_command
 from jaxfound.cli.console import open_console
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write what was measured.")
@@ -19,6 +20,7 @@ def bench() -> None:
 
 bench_app.command("kernels")(kernels_command)
 bench_app.command("tune")(tune_command)
+bench_app.command("pipeline")(pipeline_command)
 
 
 @bench_app.command("train")

@@ -42,7 +42,7 @@ class Exchange:
     operation: str
     stack: tuple[str, ...]
     num_bytes: int
-    calls: float
+    calls: float | int
     is_async: bool
     in_branch: bool
     seconds: float
