@@ -53,7 +53,8 @@ def verify_command(
             "smallest factor",
             markup=False,
         )
-    console.print(f"{degrees_text(degrees)} against one device", markup=False)
+    order = f", {cfg.parallel.schedule}" if degrees["pipeline"] > 1 else ""
+    console.print(f"{degrees_text(degrees)}{order} against one device", markup=False)
     if not report(cfg, degrees):
         raise typer.Exit(1)
 

@@ -10,7 +10,6 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame
 from jaxfound.training.batches import arranged_for_context, to_devices
-from jaxfound.training.compiler import compiler_options
 from jaxfound.training.loss import cross_entropy
 from jaxfound.training.pipelined import pipelined_nats
 from jaxfound.training.state import TrainState
@@ -37,6 +36,7 @@ type Evaluate = Callable[[TrainState, Iterable[Batch]], EvalResult]
 def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
     """Return the evaluation of a state over held-out batches; one program for all of them."""
 
+    @jax.jit
     def sums(params: dict, buffers: dict, batch: Batch) -> EvalSums:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             pipelining, counted = frame.execution.pipelining, batch.loss_mask.sum()
@@ -59,13 +59,12 @@ def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
             return EvalSums(found.nats, counted)
 
     placed = batch_sharding(frame, mesh)
-    summed = jax.jit(sums, compiler_options=compiler_options(frame.execution, mesh))
 
     def evaluate(state: TrainState, batches: Iterable[Batch]) -> EvalResult:
         nats, num_targets = 0.0, 0
         for batch in batches:
             there = to_devices(batch, placed, batch_size=cfg.train.batch_size)
-            found = summed(state.params, state.buffers, there)
+            found = sums(state.params, state.buffers, there)
             nats, num_targets = nats + float(found.nats), num_targets + int(found.num_targets)
         return EvalResult(nats / num_targets if num_targets else float("nan"), num_targets)
 

@@ -99,6 +99,7 @@ def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
     directory = run_directory(cfg)
     table = describe(cfg.model)
     devices = jax.devices() if devices is None else devices
+    check_virtual(cfg, platform=devices[0].platform)
     check_precision(cfg.precision, table)
     slots = optimizer_slots(cfg.optimizer, table)
     plan = make_plan(cfg, Topology.of(devices), params=table, optimizer_slots=slots)
@@ -123,6 +124,25 @@ def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
         tx=make_optimizer(cfg.optimizer, table, rules=plan.rules),
         prepared=prepare(cfg.data, seq_len=cfg.train.seq_len, tokenizer=tokenizer),
     )
+
+
+def check_virtual(cfg: RunConfig, *, platform: str) -> None:
+    """Refuse what virtual CPU devices cannot run for long.
+
+    With jaxlib 0.11.2 a step whose stages split both experts and tensor broke the heap or hung
+    within some ten steps on CPU; with one core, or with any two of the three axes, it did not.
+
+    Raises:
+        TrainingError: names the three axes.
+    """
+    asked = cfg.parallel
+    if platform == "cpu" and min(asked.pipeline, asked.expert, asked.tensor) > 1:
+        raise TrainingError(
+            f"pipeline={asked.pipeline} x expert={asked.expert} x tensor={asked.tensor} on CPU "
+            "devices: jaxlib mixes up messages of this combination after some steps. "
+            "`jaxfound verify` can check it, a step at a time; to train on CPU, set "
+            "parallel.tensor=1 or parallel.expert=1"
+        )
 
 
 def train(

@@ -13,7 +13,6 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.layers.router import updated_bias
-from jaxfound.training.compiler import compiler_options
 from jaxfound.training.objective import (
     Terms,
     TokenCounts,
@@ -85,7 +84,6 @@ def make_train_step(
         step,
         donate_argnums=0,
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-        compiler_options=compiler_options(frame.execution, mesh),
     )
 
 

@@ -22,7 +22,6 @@ from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.topology import Device
-from jaxfound.training.compiler import Value, compiler_options
 from jaxfound.training.objective import Terms, token_counts
 from jaxfound.training.optimizer import make_optimizer, optimizer_slots
 from jaxfound.training.shrink import Degrees, shrunk
@@ -38,7 +37,7 @@ from jaxfound.training.step import (
 # XLA says so on stderr when it found no way from one placement to another but through one device.
 REMATERIALIZED = "Involuntary full rematerialization"
 # Half the compile time; which collectives there are stays.
-FAST_TO_COMPILE: dict[str, Value] = {"xla_backend_optimization_level": 0}
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 
 # Keys of a config's `parallel` section: degrees of axes, and the other choices there.
 type Parallel = Mapping[str, int | str]
@@ -132,7 +131,7 @@ class Trial:
 
         with stderr_of_compiler() as said:
             lowered = jax.jit(step).lower(placed.state, placed.batch)
-            compiled = lowered.compile(FAST_TO_COMPILE | placed.options)
+            compiled = lowered.compile(FAST_TO_COMPILE)
         found = compiled(placed.state, placed.batch)
         loss, grads, expert_counts = jax.tree.map(np.asarray, found)
         sizes: dict[str, int] = dict(zip(AXES, placed.plan.degrees, strict=True))
@@ -200,12 +199,6 @@ class Placed(NamedTuple):
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
         """The mesh that the state lies on, without its devices."""
         return jax.tree.leaves(self.state.params)[0].sharding.mesh.abstract_mesh
-
-    @property
-    def options(self) -> dict[str, Value]:
-        """What a step of the layout is compiled with."""
-        mesh = jax.tree.leaves(self.state.params)[0].sharding.mesh
-        return compiler_options(self.frame.execution, mesh)
 
     @property
     def state_bytes(self) -> int:
