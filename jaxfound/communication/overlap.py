@@ -76,7 +76,7 @@ class Timeline:
         """Seconds of work and of waiting."""
         return self.work_s + self.waited_s
 
-    def times(self, count: float) -> "Timeline":
+    def times(self, count: float | int) -> "Timeline":
         """Return the timeline of a loop that runs this `count` times."""
         return replace(
             self,

@@ -16,9 +16,13 @@ from jaxfound.communication import Collective
 from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.config.params import LAYER_DIMS, ParamTable
 from jaxfound.config.run import RunConfig
-from jaxfound.resources.topology import Device
+from jaxfound.parallelism import make_plan
+from jaxfound.resources.topology import Device, Topology
+from jaxfound.training.aot import compile_step
+from jaxfound.training.optimizer import optimizer_slots
 from jaxfound.training.shrink import Degrees
 from jaxfound.training.trial import Outcome, Parallel, Trial, degree_of
+from pallas_kernels import deviceless
 
 # float32 sums in another order: 2^-24 a rounding, some thousand of them in a row.
 GRADIENT_LIMIT = 1e-5
@@ -49,6 +53,9 @@ def verify(
 ) -> Iterator[Finding]:
     """Yield what holds of a layout, each finding when it is known.
 
+    The compiler for CPUs has no reduce_scatter for a partitioned program. Where that for GPUs is
+    installed (extra `aot`), ZeRO is looked for in the program for H200s as well.
+
     Args:
         cfg: the run; its model is made small.
         degrees: of all six axes.
@@ -59,6 +66,23 @@ def verify(
     devices = jax.devices() if devices is None else devices
     trial = Trial(cfg, degrees)
     yield from findings(trial, {**degrees}, devices, one=trial.run({}, devices))
+    if degrees["fsdp"] > 1 and trial.cfg.parallel.zero_stage and deviceless.missing() is None:
+        yield zero_on_gpu(trial)
+
+
+def zero_on_gpu(trial: Trial) -> Finding:
+    """Return whether the step, compiled for H200s, reduces and scatters gradients over fsdp."""
+    cfg = trial.cfg
+    num_devices = math.prod(getattr(cfg.parallel, axis) for axis in AXES)
+    plan = make_plan(
+        cfg,
+        Topology.parse(f"1x{num_devices}:h200"),
+        params=trial.table,
+        optimizer_slots=optimizer_slots(cfg.optimizer, trial.table),
+    )
+    kinds = {e.collective for e in compile_step(cfg, plan).sent if "fsdp" in e.axes}
+    said = f"{', '.join(sorted(kinds)) or 'nothing'} cross fsdp"
+    return Finding("reduce_scatter on H200s", "reduce_scatter" in kinds, said)
 
 
 def findings(

@@ -46,14 +46,14 @@ def work(name, of="x"):
     return f"%{name} = f32[8]{{0}} negate(%{of})"
 
 
-def run(found, *, wire_s=4.0):
+def run(found, *, wire_s=4.0, **others):
     """The timeline where %work.3 takes three seconds and every collective `wire_s`."""
 
     def seconds(operation):
         kind, _, number = operation.name.partition(".")
         return float(number.split(".")[0]) if kind == "work" else 0.0
 
-    return timeline(found, work=seconds, wire=lambda collective, num_bytes: wire_s)
+    return timeline(found, work=seconds, wire=lambda collective, num_bytes: wire_s, **others)
 
 
 def seconds_of(line):
@@ -140,6 +140,19 @@ def test_of_a_conditional_the_cheapest_branch_runs_and_all_that_may_be_sent_is_t
         ("g", True),
     ]
     assert (found.work_s, found.waited_s) == (3.0, 1.0)
+
+
+def test_branches_whose_shares_are_known_count_as_often_as_they_run():
+    left = computation("left", work("work.8", "left.p"), *gather("g", "left.p"))
+    right = computation("right", work("work.3", "right.p"))
+    choose = f"%c = f32[8]{{0}} {BRANCHES['many']}"
+    text = program("%p = s32[] constant(0)", choose, before=left + right)
+    found = run(text, shares=lambda operation: [0.25, 0.75])
+    ((exchange,), alone) = found.exchanges, run(text, computation="left")
+    assert (exchange.calls, exchange.in_branch) == (0.25, False)
+    assert found.work_s == 0.25 * 8 + 0.75 * 3
+    assert found.waited_s == 0.25 * alone.waited_s > 0
+    assert run(text, shares=lambda operation: [0, 1]).exchanges == ()
 
 
 def test_what_a_plain_call_does_is_done_in_its_place():

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxfound.communication.program import Operation
 from jaxfound.config import load
 from jaxfound.config.parallel import AXES
 from jaxfound.parallelism.pipeline.pipelining import schedule_of
-from jaxfound.parallelism.pipeline.ticks import place_ticks
+from jaxfound.parallelism.pipeline.ticks import place_ticks, tick_table
+from jaxfound.training.compiled_traffic import tick_shares
 from jaxfound.training.lattice import MAIN_LAYERS
 from jaxfound.training.objective import token_counts
 from jaxfound.training.step import gradients
@@ -68,3 +70,22 @@ def equations(jaxpr):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
+
+
+def conditional(num_branches):
+    names = ", ".join(f"%branch.{i}" for i in range(num_branches))
+    return Operation("c", "conditional", "f32[]", (), f"branch_computations={{{names}}}")
+
+
+def test_the_branches_of_a_tick_have_the_ticks_of_their_kind_and_no_others_do():
+    plan = placed_for(4, schedule="zero_bubble").plan
+    table = tick_table(plan.schedule)
+    shares = tick_shares(conditional(len(table.kinds)), plan=plan)
+    assert sum(shares) == pytest.approx(1.0)
+    # Every rank does F but the last, and I and W once for each of four micro-batches.
+    runs = dict(zip(table.kinds, shares, strict=True))
+    assert runs["I"] == runs["W"] == 4 / table.num_ticks
+    assert runs["F"] == 4 / table.num_ticks / 2
+    assert tick_shares(conditional(2), plan=plan) is None
+    flat = placed_for(4, pipeline=1).plan
+    assert tick_shares(conditional(len(table.kinds)), plan=flat) is None
