@@ -12,10 +12,13 @@ from jaxfound.config.parallel import AXES
 from jaxfound.models import describe
 from jaxfound.parallelism.axes import ShardingRules
 from jaxfound.training.shrink import shrunk, small_degrees, smaller
-from jaxfound.training.verify import axis_is_real, differing_leaves, relative_error
+from jaxfound.training.trial import Trial
+from jaxfound.training.verify import axis_is_real, differing_leaves, relative_error, zero_on_gpu
+from pallas_kernels import deviceless
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 NAMES = ("llama3-8b", "deepseek-v2-lite", "deepseek-v3", "50b", "tiny-dense", "tiny-mla-moe")
+REASON = deviceless.missing()
 LAYOUTS = (
     {"tensor": 2, "fsdp": 2},
     {"tensor": 8},
@@ -90,3 +93,13 @@ def test_an_axis_without_its_collectives_or_with_one_that_undoes_it_is_not_real(
     crossings = [(collective(kind), (axis,)) for kind in found]
     finding = axis_is_real(axis, crossings, degree=2, zero_stage=3, matrix_sizes={32})
     assert finding.holds is holds
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(("stage", "scatters"), [(0, False), (2, True)])
+def test_zero_is_looked_for_in_the_program_for_h200s(stage, scatters):
+    cfg = load(CONFIGS / "tiny-dense.yaml", [f"parallel.zero_stage={stage}"])
+    found = zero_on_gpu(Trial(cfg, degrees(fsdp=2)))
+    assert found.holds is scatters, found.detail
+    assert "all_reduce" in found.detail
