@@ -8,22 +8,18 @@ from jaxfound.models import Decoder, describe, execution_of
 from jaxfound.models import build as build_model
 from jaxfound.parallelism import ParallelPlan, build_mesh
 from jaxfound.parallelism import make_plan as plan_for
-from jaxfound.parallelism.legal import Purpose
 from jaxfound.resources.topology import Topology
 from jaxfound.serving import Generator, load_generator
 from jaxfound.training import train
 from jaxfound.training.optimizer import optimizer_slots
 
 
-def make_plan(
-    cfg: RunConfig, topology: Topology | None = None, *, purpose: Purpose = "run"
-) -> ParallelPlan:
+def make_plan(cfg: RunConfig, topology: Topology | None = None) -> ParallelPlan:
     """Return the layout of `cfg` on a topology, this machine's by default, or refuse it.
 
     Args:
         cfg: what was asked.
         topology: what there is, e.g. `Topology.parse("3x8:h200:ib400")`.
-        purpose: `read` also plans the axes that this version cannot run.
 
     Raises:
         PlanError: a degree, the batch or a dimension does not divide.
@@ -34,7 +30,6 @@ def make_plan(
         topology or Topology.discover(),
         params=table,
         optimizer_slots=optimizer_slots(cfg.optimizer, table),
-        purpose=purpose,
     )
 
 

@@ -68,7 +68,7 @@ def print_plan(cfg: "RunConfig", topology: "Topology", *, as_json: bool) -> None
     """Print a plan; exit with 1 when it does not fit."""
     from jaxfound.face import make_plan
 
-    plan = make_plan(cfg, topology, purpose="read")
+    plan = make_plan(cfg, topology)
     if as_json:
         typer.echo(json.dumps(plan.as_data(), indent=1))
     else:

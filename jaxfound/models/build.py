@@ -61,11 +61,11 @@ def build(
 
     Args:
         cfg: what the model is.
-        execution: how it runs here.
+        execution: how it runs here; stages are left out, a model that is called has all layers.
         seed: of the weights; the same seed gives the same weights on every mesh.
         mesh: from `build_mesh`; None builds on the default device.
     """
-    frame = Frame(cfg, execution=execution)
+    frame = Frame(cfg, execution=execution.whole)
     shardings = None if mesh is None else frame.shardings(mesh)
     return frame.bind(*jax.jit(frame.fresh, static_argnums=0, out_shardings=shardings)(seed))
 

@@ -1,6 +1,6 @@
 """How a model is executed here: formats, sharding rules, scan and remat; never stored with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import jax.numpy as jnp
@@ -41,6 +41,11 @@ class Execution:
     def dtype(self) -> jnp.dtype:
         """Format of activations between operations."""
         return jnp.dtype(DTYPES[self.precision.compute])
+
+    @property
+    def whole(self) -> "Execution":
+        """The same without stages: a model whose layers are all there, once and in order."""
+        return replace(self, pipelining=None)
 
     def format_of(self, path: str) -> Format:
         """Return the format of the operation at `path`: the first rule that matches it."""

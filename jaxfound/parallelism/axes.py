@@ -219,7 +219,28 @@ class ShardingRules:
         found = self.used_axes(dims)
         sizes = (0,) * len(dims) if shape is None else shape
         chosen = self.fsdp_dim(dims, sizes, layers=layers) if cut else None
-        return tuple((*a, "fsdp") if i == chosen else a for i, a in enumerate(found))
+        return self._even(
+            tuple((*a, "fsdp") if i == chosen else a for i, a in enumerate(found)), sizes
+        )
+
+    def _even(self, axes: Axes, shape: Sequence[int]) -> Axes:
+        """Return axes with `pipeline` where layers that stages do not share evenly can be cut.
+
+        It moves to the largest dim that no axis cuts, so that every device still holds its part
+        alone. An array without such a dim, a norm's scale, is whole over it: XLA cannot gather
+        layers into two axes of one dim.
+        """
+        uneven = [i for i, a in enumerate(axes) if "pipeline" in a and shape[i] % self.pieces(a)]
+        if not uneven:
+            return axes
+        free = [i for i, a in enumerate(axes) if self.pieces(a) == 1]
+        fitting = [i for i in free if shape[i] % self.degree("pipeline") == 0]
+        moved: list[tuple[AxisName, ...]] = [
+            tuple(axis for axis in a if axis != "pipeline") for a in axes
+        ]
+        if fitting:
+            moved[max(fitting, key=lambda i: shape[i])] = ("pipeline",)
+        return tuple(moved)
 
     def _axes(self, dims: Dims, table: Mapping[str, tuple[AxisName, ...]]) -> Axes:
         used: set[AxisName] = set()

@@ -145,8 +145,3 @@ def _work(layout: Layout) -> float:
     """Return what a rank has to do in a step, in forward FLOPs of a micro-batch's token."""
     passes = layout.num_microbatches * AGAIN_PASSES
     return passes * part_flops(layout).total / layout.degree("pipeline")
-
-
-def bubble(layout: Layout) -> float:
-    """Return the share of a step in which a rank waits for others, as schedules are published."""
-    return 0.0 if layout.pipeline is None else layout.pipeline.bubble

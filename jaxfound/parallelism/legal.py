@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
 
-from jaxfound.config.parallel import AXES, AxisName, ZeroStage
+from jaxfound.config.parallel import AXES, AxisName, ParallelConfig, ZeroStage
 from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.config.run import RunConfig, divisors
 from jaxfound.parallelism import zero
@@ -17,36 +16,27 @@ from jaxfound.parallelism.pipeline.facts import Pipeline, pipeline_of
 from jaxfound.parallelism.pipeline.pipelining import Pipelining
 from jaxfound.parallelism.pipeline.schedule import ScheduleError
 
-# Axes whose collectives this version writes; another would be refused above degree 1 by whoever
-# wants to run, and could be read about.
-SPLITTABLE: tuple[AxisName, ...] = AXES
 # Layers of a chunk whose backward pass is cut into I and W: they are unrolled.
 MOST_UNROLLED = 8
 # What fsdp cuts at most where stages keep parameters at hand.
 STAGED_ZERO: ZeroStage = 2
-Purpose = Literal["run", "read"]
 
 
 class PlanError(ValueError):
     """A layout that cannot run: names the numbers, the rule and the nearest layouts that can."""
 
 
-def resolve_degrees(
-    cfg: RunConfig, num_devices: int, *, purpose: Purpose = "run"
-) -> dict[AxisName, int]:
+def resolve_degrees(cfg: RunConfig, num_devices: int) -> dict[AxisName, int]:
     """Return the degree of every axis; `data: auto` takes the devices the others leave.
 
     Args:
         cfg: what was asked.
         num_devices: devices of the job.
-        purpose: `read` lets an axis pass that this version cannot run.
     Raises:
         PlanError: if the degrees do not multiply to the devices.
     """
     asked = cfg.parallel
     fixed: dict[AxisName, int] = {a: getattr(asked, a) for a in AXES if a != "data"}
-    if purpose == "run":
-        check_can_run(fixed)
     others = math.prod(fixed.values())
     product = " x ".join(f"{a}={n}" for a, n in fixed.items() if n > 1) or "1"
     if asked.data == "auto" and num_devices % others:
@@ -64,16 +54,6 @@ def resolve_degrees(
     return {a: data if a == "data" else fixed[a] for a in AXES}
 
 
-def check_can_run(degrees: Mapping[AxisName, int]) -> None:
-    """Refuse the axes that this version plans and cannot run."""
-    for axis, degree in degrees.items():
-        if degree > 1 and axis not in SPLITTABLE:
-            raise PlanError(
-                f"parallel.{axis}={degree}: this version splits over {', '.join(SPLITTABLE)} only. "
-                f"Set parallel.{axis}=1"
-            )
-
-
 def choose_rules(
     cfg: RunConfig, degrees: Mapping[AxisName, int]
 ) -> tuple[ShardingRules, list[str]]:
@@ -83,7 +63,7 @@ def choose_rules(
         PlanError: if fsdp is to cut parameters that stages use in every tick.
     """
     tensor, kv_heads = degrees["tensor"], cfg.model.gqa.num_kv_heads
-    stage, notes = choose_zero_stage(cfg, degrees)
+    stage, notes = choose_zero_stage(cfg.parallel, degrees)
     rules = ShardingRules(zero_stage=stage, degrees=tuple(degrees[a] for a in AXES))
     if cfg.model.mixer == "gqa" and kv_heads % tensor:
         note = (
@@ -95,18 +75,18 @@ def choose_rules(
 
 
 def choose_zero_stage(
-    cfg: RunConfig, degrees: Mapping[AxisName, int]
+    parallel: ParallelConfig, degrees: Mapping[AxisName, int]
 ) -> tuple[ZeroStage, list[str]]:
     """Return the ZeRO stage that was asked; below a pipeline 2 where nobody asked for 3.
 
     Raises:
         PlanError: if 3 was asked for with stages.
     """
-    stage = cfg.parallel.zero_stage
+    stage = parallel.zero_stage
     if stage < 3 or degrees["pipeline"] == 1 or degrees["fsdp"] == 1:
         return stage, []
     every_tick = "parameters cut over fsdp would be gathered again in every tick of the pipeline"
-    if "zero_stage" in cfg.parallel.model_fields_set:
+    if "zero_stage" in parallel.model_fields_set:
         raise PlanError(
             f"parallel.zero_stage=3 with pipeline={degrees['pipeline']}: {every_tick}. "
             f"Set parallel.zero_stage={STAGED_ZERO}"

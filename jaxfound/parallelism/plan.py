@@ -20,7 +20,7 @@ from jaxfound.parallelism.explain import (
     verdict_text,
 )
 from jaxfound.parallelism.layout import Layout
-from jaxfound.parallelism.legal import Purpose, layout_of, resolve_degrees
+from jaxfound.parallelism.legal import layout_of, resolve_degrees
 from jaxfound.parallelism.memory import (
     MARGIN,
     Ledger,
@@ -172,7 +172,6 @@ def make_plan(
     *,
     params: ParamTable,
     optimizer_slots: Slots | None = None,
-    purpose: Purpose = "run",
 ) -> ParallelPlan:
     """Decide the layout of `cfg` on a topology, or refuse it with the numbers.
 
@@ -183,7 +182,6 @@ def make_plan(
         topology: what there is; a number is that many devices of one host and unknown kind.
         params: the model's parameters, from `models.describe`.
         optimizer_slots: what the update rule keeps; AdamW's two moments by default.
-        purpose: `read` also plans the axes that this version cannot run.
 
     Raises:
         PlanError: the degrees, the batch or a dimension do not divide, or tensor leaves its host.
@@ -191,7 +189,7 @@ def make_plan(
     if isinstance(topology, int):
         topology = Topology(1, topology, UNKNOWN_KIND, 0)
     slots = adam_slots(params) if optimizer_slots is None else optimizer_slots
-    degrees = resolve_degrees(cfg, topology.num_devices, purpose=purpose)
+    degrees = resolve_degrees(cfg, topology.num_devices)
     asked, notes = layout_of(cfg, degrees, params)
     layout, ledger = choose_remat(asked, slots=slots, capacity_bytes=topology.memory_bytes)
     amounts = amounts_of(layout)

@@ -67,6 +67,7 @@ def compare(
     table = describe(cfg.model)
     for each in formats:
         check_precision(each, table)
+    cfg = without_stages(cfg)
     size = num_rows(cfg, len(devices))
     plan = make_plan(with_rows(cfg, size), len(devices), params=table)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
@@ -81,6 +82,18 @@ def compare(
     sharding = batch_sharding(frames[0], mesh)
     tally = measure(judge, (arrays,) * len(frames), rows, size=size, sharding=sharding)
     return summary(tally, rows, formats, step=found, device=devices[0].device_kind)
+
+
+def without_stages(cfg: RunConfig) -> RunConfig:
+    """Return the config with the ranks of its pipeline as further devices along fsdp.
+
+    Nothing is trained, so that weights can be cut over them and each sees rows of its own.
+    """
+    ranks, parallel = cfg.parallel.pipeline, cfg.parallel
+    if ranks == 1:
+        return cfg
+    changes = {"pipeline": 1, "fsdp": parallel.fsdp * ranks, "zero_stage": 3}
+    return cfg.model_copy(update={"parallel": parallel.model_copy(update=changes)})
 
 
 def num_rows(cfg: RunConfig, num_devices: int) -> int:

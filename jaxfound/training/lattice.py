@@ -93,7 +93,9 @@ def verify_lattice(
         devices: at least eight; all there are by default.
     """
     devices = jax.devices() if devices is None else devices
-    several = cfg.parallel.model_copy(update={"num_microbatches": PIPELINE_MICROBATCHES})
+    # Layouts name their own stage of ZeRO where there is something to cut.
+    changes = {"num_microbatches": PIPELINE_MICROBATCHES, "zero_stage": PIPELINE_STAGES[-1]}
+    several = cfg.parallel.model_copy(update=changes)
     cfg = cfg.model_copy(update={"parallel": several})
     trial = Trial(cfg, dict.fromkeys(AXES, 2), main_layers=MAIN_LAYERS)
     one = trial.run({"num_microbatches": 1}, devices)

@@ -225,17 +225,20 @@ class PipelinedStep:
         def bind(shared: Arrays, chunk: Arrays, biases: Arrays) -> Decoder:
             return self.frame.bind(shared, chunk, biases, fixed.shared)
 
+        def whole(piece: tuple) -> Piece:
+            batch, aheads = piece
+            return Piece(batch, places, aheads)
+
         def prefix(shared: Arrays, piece: tuple) -> jax.Array:
-            model, read = bind(shared, stack, fixed.chunks), Piece(piece[0], places, piece[1])
+            model, read = bind(shared, stack, fixed.chunks), whole(piece)
             return model.entering(read.batch.tokens, row_of(model, read))
 
         def stage(chunk: Arrays, fixed: Any, x: jax.Array, piece: tuple) -> tuple:
             model = bind(shared, chunk, fixed["buffers"])
-            read = Piece(piece[0], places, piece[1])
             y, load = walk(
                 model.layers,
                 x,
-                row_of(model, read),
+                row_of(model, whole(piece)),
                 execution=self.execution,
                 there=fixed["places"] != NO_LAYER if masked else None,
             )
@@ -245,7 +248,7 @@ class PipelinedStep:
             return y, balance / counts.real, LoadStats(balance, load.expert_counts)
 
         def suffix(shared: Arrays, y: jax.Array, piece: tuple) -> tuple[jax.Array, Terms]:
-            model, read = bind(shared, stack, fixed.chunks), Piece(piece[0], places, piece[1])
+            model, read = bind(shared, stack, fixed.chunks), whole(piece)
             terms = end_terms(model, model.final_norm(y), read, loads={}, cfg=self.cfg)
             return objective_of(terms, counts, cfg=self.cfg), terms
 

@@ -5,21 +5,18 @@ A pipeline may store its layers in another order, twice, or with empty places be
 natural form on the devices before it is written, and back when it is read, by every reader alike.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import cast
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.training.state import (
     Leaf,
     TrainState,
-    abstract_state,
     abstract_train_state,
     is_masked,
     state_shardings,
@@ -34,22 +31,13 @@ class SavedForm:
     def __init__(self, frame: Frame, tx: optax.GradientTransformation, *, mesh: Mesh) -> None:
         self.frame, self.tx, self.mesh = frame, tx, mesh
         self.is_stored = frame.stages is None or frame.stages.is_natural
-        execution = replace(frame.execution, pipelining=None)
-        self._natural = frame if self.is_stored else Frame(frame.cfg, execution=execution)
+        whole = frame.execution.whole
+        self._natural = frame if self.is_stored else Frame(frame.cfg, execution=whole)
 
     @cached_property
     def like(self) -> TrainState:
         """The saved state as shapes with shardings: what a checkpoint is restored into."""
-        if self.is_stored:
-            return abstract_train_state(self.frame, self.tx, mesh=self.mesh)
-
-        def placed(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
-            spec = even_spec(place.spec, leaf.shape, dict(self.mesh.shape))
-            sharding = NamedSharding(self.mesh, spec)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        state = abstract_state(self._natural, self.tx)
-        return jax.tree.map(placed, state, state_shardings(self._natural, self.tx, mesh=self.mesh))
+        return abstract_train_state(self._natural, self.tx, mesh=self.mesh)
 
     @cached_property
     def weights_like(self) -> dict[str, dict[str, Leaf]]:
@@ -97,28 +85,3 @@ class SavedForm:
             buffers=change(state.buffers),
             optimizer=cast(optax.OptState, moments),
         )
-
-
-def even_spec(
-    spec: PartitionSpec, shape: Sequence[int], degrees: Mapping[str, int]
-) -> PartitionSpec:
-    """Return a spec without uneven layers: `pipeline` moves to the largest dim that divides.
-
-    Layers that stages share unevenly cannot be cut along their stack; along a dim that no axis cuts
-    every device still holds its part alone. An array without such a dim, a norm's scale, is whole
-    over `pipeline`: XLA cannot gather layers into two axes of one dim.
-    """
-    entries: list[tuple[str, ...]] = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
-    entries += [()] * (len(shape) - len(entries))
-
-    def pieces(axes: Sequence[str]) -> int:
-        return math.prod(degrees[axis] for axis in axes)
-
-    for i, axes in enumerate(entries):
-        if "pipeline" in axes and shape[i] % pieces(axes):
-            entries[i] = tuple(a for a in axes if a != "pipeline")
-            rest = [j for j in range(len(shape)) if j != i and pieces(entries[j]) == 1]
-            fitting = [j for j in rest if shape[j] % degrees["pipeline"] == 0]
-            if fitting:
-                entries[max(fitting, key=lambda j: shape[j])] = ("pipeline",)
-    return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in entries))

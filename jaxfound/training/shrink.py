@@ -8,7 +8,7 @@ from jaxfound.config.parallel import AXES, AxisName, ParallelConfig
 from jaxfound.config.run import RunConfig
 from jaxfound.parallelism.axes import BATCH_AXES
 from jaxfound.parallelism.context import CHUNKS_EACH
-from jaxfound.parallelism.legal import STAGED_ZERO
+from jaxfound.parallelism.legal import choose_zero_stage
 from jaxfound.parallelism.pipeline.builders import SCHEDULES
 
 # Layers that are left of each homogeneous stack: two, so that the scan over them is a scan.
@@ -47,10 +47,7 @@ def shrunk(cfg: RunConfig, degrees: Degrees) -> RunConfig:
     model = shrunk_model(cfg.model, degrees, num_stages=stages)
     pieces = min(cfg.parallel.num_microbatches, MICROBATCHES * degrees["pipeline"])
     rows = DEVICE_ROWS * pieces * math.prod(degrees[axis] for axis in BATCH_AXES)
-    step, zero = cfg.parallel.layers_per_scan_step, cfg.parallel.zero_stage
-    if degrees["pipeline"] > 1 and "zero_stage" not in cfg.parallel.model_fields_set:
-        # As the plan chooses where nobody did.
-        zero = min(zero, STAGED_ZERO)
+    step, (zero, _) = cfg.parallel.layers_per_scan_step, choose_zero_stage(cfg.parallel, degrees)
     values = cfg.model_dump()
     values["model"] = model.model_dump()
     values["precision"] = {"compute": "float32", "rules": ()}

@@ -77,20 +77,16 @@ def abstract_train_state(
     frame: Frame, tx: optax.GradientTransformation, *, mesh: Mesh
 ) -> TrainState:
     """Return the state as shapes with shardings: what a checkpoint is restored into."""
-    return jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        abstract_state(frame, tx),
-        state_shardings(frame, tx, mesh=mesh),
-    )
-
-
-def abstract_state(frame: Frame, tx: optax.GradientTransformation) -> TrainState:
-    """Return the state as shapes."""
     shapes = frame.shapes()
-    return TrainState(
+    state = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
         params=shapes.params,
         buffers=shapes.buffers,
         optimizer=jax.eval_shape(tx.init, shapes.params),
         rng=jax.ShapeDtypeStruct((2,), jnp.uint32),
+    )
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        state,
+        state_shardings(frame, tx, mesh=mesh),
     )

@@ -31,7 +31,7 @@ PLANS = {
 def plan_of(name):
     config, topology, overrides = PLANS[name]
     cfg = load(ROOT / "configs" / f"{config}.yaml", overrides)
-    return make_plan(cfg, Topology.parse(topology), purpose="read")
+    return make_plan(cfg, Topology.parse(topology))
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -25,9 +25,9 @@ def degrees(**given):
     return {axis: given.get(axis, 1) for axis in AXES}
 
 
-def plan(topology=THREE, *, purpose="read", rows=48, **parallel):
+def plan(topology=THREE, *, rows=48, **parallel):
     cfg = run_config(model_config("gqa", num_layers=4), rows=rows, parallel=parallel)
-    return make_plan(cfg, topology, params=TABLE, purpose=purpose)
+    return make_plan(cfg, topology, params=TABLE)
 
 
 # Degrees on 3 hosts of 8, walked in mesh order: hosts a group spans, devices of it in each.

@@ -10,7 +10,7 @@ from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.models import describe
 from jaxfound.models.summary import summarize
 from jaxfound.parallelism import make_plan
-from jaxfound.parallelism.compute import bubble, compute_seconds, forward_flops
+from jaxfound.parallelism.compute import compute_seconds, forward_flops
 from jaxfound.parallelism.legal import layout_of
 from jaxfound.parallelism.traffic import TRAFFIC
 from jaxfound.resources.topology import Topology
@@ -36,7 +36,7 @@ def wires(*, model=None, rows=ROWS, compute="bfloat16", table=TABLE, **parallel)
     total = 1
     for n in degrees:
         total *= n
-    plan = make_plan(cfg, total, params=table, purpose="read")
+    plan = make_plan(cfg, total, params=table)
     found = {}
     for w in plan.wires:
         found.setdefault((w.axis, w.collective), []).append((w.num_bytes, w.calls))
@@ -159,5 +159,5 @@ def test_arithmetic_takes_the_stated_share_of_the_published_peak():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "paired_1f1b"])
 def test_stages_wait_by_the_formula_of_their_schedule(schedule):
     staged = layout("tiny-dense", pipeline=4, num_microbatches=8, schedule=schedule)
-    assert bubble(staged) == pytest.approx(3 / 11)
-    assert bubble(layout("tiny-dense")) == 0
+    assert staged.pipeline.bubble == pytest.approx(3 / 11)
+    assert layout("tiny-dense").pipeline is None

@@ -1,6 +1,6 @@
 """The pipeline schedules, one builder each, and the table that names them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxfound.parallelism.pipeline.dualpipe import dualpipe, dualpipev
@@ -27,14 +27,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> S
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2020.
     """
-    orders: list[list[Step]] = []
-    for rank in range(num_ranks):
-        ahead = min(num_ranks - 1 - rank, num_microbatches)
-        order = _each("F", range(ahead), rank)
-        for done in range(num_microbatches):
-            order += _each("F", range(ahead + done, min(ahead + done + 1, num_microbatches)), rank)
-            order += _each("B", range(done, done + 1), rank)
-        orders.append(order)
+    orders = _in_turn(num_ranks, num_microbatches, lambda rank, done: _each("B", [done], rank))
     return _in_line("1f1b", num_microbatches, orders)
 
 
@@ -61,17 +54,16 @@ def zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> S
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, the schedule with 1F1B's memory.
     """
-    orders: list[list[Step]] = []
-    for rank in range(num_ranks):
-        ahead = min(num_ranks - 1 - rank, num_microbatches)
-        order = _each("F", range(ahead), rank)
-        for done in range(num_microbatches):
-            order += _each("F", range(ahead + done, min(ahead + done + 1, num_microbatches)), rank)
-            order += _each("I", range(done, done + 1), rank)
-            order += _each("W", range(max(done - rank, 0), done - rank + 1), rank)
-        order += _each("W", range(max(num_microbatches - rank, 0), num_microbatches), rank)
-        orders.append(order)
-    return _in_line("zero_bubble", num_microbatches, orders)
+    count = num_microbatches
+
+    def back(rank: int, done: int) -> list[Step]:
+        owed = [done - rank] if done >= rank else []
+        return _each("I", [done], rank) + _each("W", owed, rank)
+
+    orders = _in_turn(num_ranks, count, back)
+    for rank, order in enumerate(orders):
+        order += _each("W", range(max(count - rank, 0), count), rank)
+    return _in_line("zero_bubble", count, orders)
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -217,7 +209,29 @@ def _step(op: Op, microbatch: int, stage: int) -> Step:
     return (Action(op, microbatch, stage),)
 
 
-def _each(op: Op, microbatches: range, stage: int) -> list[Step]:
+def _in_turn(
+    num_ranks: int, num_microbatches: int, back: Callable[[int, int], list[Step]]
+) -> list[list[Step]]:
+    """Return 1F1B's orders: P - 1 - rank outputs ahead, then one F before each backward pass.
+
+    Args:
+        num_ranks: P.
+        num_microbatches: of a step.
+        back: the steps of a rank for the backward pass of a micro-batch.
+    """
+    orders: list[list[Step]] = []
+    for rank in range(num_ranks):
+        ahead = min(num_ranks - 1 - rank, num_microbatches)
+        order = _each("F", range(ahead), rank)
+        for done in range(num_microbatches):
+            if ahead + done < num_microbatches:
+                order += _each("F", [ahead + done], rank)
+            order += back(rank, done)
+        orders.append(order)
+    return orders
+
+
+def _each(op: Op, microbatches: Iterable[int], stage: int) -> list[Step]:
     return [_step(op, microbatch, stage) for microbatch in microbatches]
 
 

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfound.parallelism.pipeline.runtime import AXIS, Inputs, Stages, added, pick, put, zeros
+from jaxfound.parallelism.pipeline.runtime import (
+    Inputs,
+    Stages,
+    added,
+    entering,
+    handed_on,
+    pick,
+    put,
+    zeros,
+)
 from jaxfound.parallelism.pipeline.schedule import Action, Schedule
 from jaxfound.parallelism.pipeline.slots import Wait, assign_slots
 from jaxfound.parallelism.pipeline.ticks import place_ticks
@@ -103,11 +112,7 @@ def run_forward(table: ForwardTable, stages: Stages, inputs: Inputs, *, rows: An
 
     def run(row: Any, waiting: jax.Array, end: Any) -> tuple[jax.Array, Any]:
         piece = pick(inputs.pieces, row["microbatch"])
-        x = lax.cond(
-            row["first"] > 0,
-            lambda: stages.pin(stages.prefix(inputs.shared, piece)),
-            lambda: stages.pin(pick(waiting, row["slot"])),
-        )
+        x = entering(stages, inputs.shared, piece, waiting, row["first"], row["slot"])
         at = 0 if num_chunks == 1 else row["chunk"]
         y = stages.stage(pick(inputs.chunks, at), pick(inputs.fixed, at), x, piece)[0]
         end = lax.cond(
@@ -123,9 +128,7 @@ def run_forward(table: ForwardTable, stages: Stages, inputs: Inputs, *, rows: An
             row["runs"] > 0, run, lambda *_: (stages.pin(nothing), end), row, waiting, end
         )
         for hop in table.hops:
-            pairs = [(rank, (rank + hop) % table.num_ranks) for rank in range(table.num_ranks)]
-            sent = lax.ppermute(y, AXIS, pairs) if hop else y
-            waiting = put(waiting, sent, row[f"arrives_{hop}"])
+            waiting = put(waiting, handed_on(y, hop, table.num_ranks), row[f"arrives_{hop}"])
         return (waiting, end), None
 
     waiting = jnp.zeros((table.num_slots + 1, *like.shape), like.dtype)

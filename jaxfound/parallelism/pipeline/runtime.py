@@ -162,23 +162,13 @@ class Rank:
         """Return what belongs to one of the rank's chunks."""
         return pick(tree, 0 if self.num_chunks == 1 else number)
 
-    def entering(
-        self, first: jax.Array, slot: jax.Array, piece: Tree, waiting: jax.Array
-    ) -> jax.Array:
-        """Return the input of a stage: of the first one it is made, of the others it waits."""
-        return lax.cond(
-            first > 0,
-            lambda: self.stages.pin(self.stages.prefix(self.inputs.shared, piece)),
-            lambda: self.stages.pin(pick(waiting, slot)),
-        )
-
     def forward(self, row: Tree, buffers: Buffers) -> jax.Array:
         """Return the output of a stage."""
-        piece = self.piece(row["f_microbatch"])
+        piece, shared = self.piece(row["f_microbatch"]), self.inputs.shared
         params, fixed = (
             self.chunk(tree, row["f_chunk"]) for tree in (self.inputs.chunks, self.inputs.fixed)
         )
-        x = self.entering(row["f_first"], row["f_slot"], piece, buffers.inputs)
+        x = entering(self.stages, shared, piece, buffers.inputs, row["f_first"], row["f_slot"])
         return self.stages.pin(self.stages.stage(params, fixed, x, piece)[0])
 
     def backward(
@@ -191,7 +181,7 @@ class Rank:
             self.piece(row["b_microbatch"]),
             self.chunk(self.inputs.fixed, row["b_chunk"]),
         )
-        x = self.entering(row["b_first"], row["b_slot"], piece, buffers.inputs)
+        x = entering(stages, shared, piece, buffers.inputs, row["b_first"], row["b_slot"])
 
         def run(params: Tree, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
             y, loss, report = stages.stage(params, fixed, x, piece)
@@ -228,13 +218,9 @@ class Rank:
 
     def exchanged(self, sent: Sent, buffers: Buffers, row: Tree) -> Buffers:
         """Send what the tick made and return the buffers with what arrived."""
-        num_ranks = self.table.num_ranks
         waiting = {"forward": buffers.inputs, "backward": buffers.grads}
         for i, send in enumerate(self.table.sends):
-            value = getattr(sent, send.payload)
-            if send.hop:
-                pairs = [(rank, (rank + send.hop) % num_ranks) for rank in range(num_ranks)]
-                value = lax.ppermute(value, AXIS, pairs)
+            value = handed_on(getattr(sent, send.payload), send.hop, self.table.num_ranks)
             waiting[send.payload] = put(waiting[send.payload], value, row[f"send_{i}"])
         return Buffers(waiting["forward"], waiting["backward"], buffers.kept)
 
@@ -341,6 +327,26 @@ def _cut_of(rank: Rank) -> SplitBackward:
 def _with_report(rank: Rank, back: Back, row: Tree, sums: Sums) -> Sums:
     report = add_at(sums.report, back.report, row["b_chunk"], rank)
     return sums._replace(shared=back.shared, report=report, end=back.end)
+
+
+def entering(
+    stages: Stages, shared: Tree, piece: Tree, waiting: jax.Array, first: jax.Array, slot: jax.Array
+) -> jax.Array:
+    """Return the input of a stage: the first one's is made, the others' wait in a slot."""
+    return lax.cond(
+        first > 0,
+        lambda: stages.pin(stages.prefix(shared, piece)),
+        lambda: stages.pin(pick(waiting, slot)),
+    )
+
+
+def handed_on(value: jax.Array, hop: int, num_ranks: int) -> jax.Array:
+    """Return what the rank `hop` before this one sent; 0 stays."""
+    if hop == 0:
+        return value
+    return lax.ppermute(
+        value, AXIS, [(rank, (rank + hop) % num_ranks) for rank in range(num_ranks)]
+    )
 
 
 def add_at(total: Tree, part: Tree, chunk: jax.Array, rank: Rank) -> Tree:
