@@ -18,6 +18,10 @@ COMPILE_HELP = "Compile the step for the topology too, which need not be there."
 TOPOLOGY_HELP = (
     "[HOSTSx]DEVICES:KIND[:[NICSx]NETWORK], e.g. 3x8:h200:ib400, or a YAML file; this machine."
 )
+THIS_MACHINE = (
+    "Without --topology a plan is for this machine; name the cluster, e.g. "
+    "--topology 3x8:h200:ib400"
+)
 
 
 def plan_command(
@@ -40,21 +44,26 @@ def plan_command(
     when it is not legal.
     """
     from jaxfound.config.load import load
+    from jaxfound.parallelism.legal import PlanError
 
     if html is not None and not compiles:
         raise typer.BadParameter("--html writes what --compile finds; give both")
     if compiles and search:
         raise typer.BadParameter("--compile takes one layout and --search tries all; give one")
-    if compiles:
-        from jaxfound.cli.plan_compile import print_compiled
+    cfg = load(config, overrides or ())
+    try:
+        if compiles:
+            from jaxfound.cli.plan_compile import print_compiled
 
-        print_compiled(load(config, overrides or ()), topology, as_json=as_json, html=html)
-        return
-    cfg, there = load(config, overrides or ()), topology_of(topology)
-    if search:
-        print_search(cfg, there, top=top, as_json=as_json)
-    else:
-        print_plan(cfg, there, as_json=as_json)
+            print_compiled(cfg, topology, as_json=as_json, html=html)
+        elif search:
+            print_search(cfg, topology_of(topology), top=top, as_json=as_json)
+        else:
+            print_plan(cfg, topology_of(topology), as_json=as_json)
+    except PlanError as error:
+        if topology is not None:
+            raise
+        raise PlanError(f"{error}. {THIS_MACHINE}") from error
 
 
 def topology_of(text: str | None) -> "Topology":

@@ -138,3 +138,10 @@ def test_without_a_topology_the_plan_is_for_this_machine(monkeypatch, capsys):
     out, _, code = run(monkeypatch, capsys, TINY)
     assert code == 0
     assert "8 cpu (8 devices" in out
+
+
+def test_a_cluster_that_nobody_named_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(Path(__file__).parents[2] / "configs" / "50b-3x8.yaml")])
+    assert ended.value.code == 2
+    assert "--topology 3x8:h200:ib400" in " ".join(capsys.readouterr().err.split())
