@@ -27,7 +27,8 @@ def run(tmp_path, monkeypatch):
         result = CliRunner().invoke(data_app, [command, "run.yaml", *more])
         if result.exception is not None:
             raise result.exception
-        return result.output
+        # What a test before this one made of logging is on stderr.
+        return result.stdout
 
     return invoke
 
