@@ -143,9 +143,10 @@ def stream_bytes(layout: Layout, routed: bool) -> int:
 
 
 def products_bytes(layout: Layout, routed: bool) -> int:
-    """Return the bytes of a layer's input and of its products with weights.
+    """Return the bytes of a layer's input, of its products with weights and of its attention.
 
-    The last product of the feed-forward is not among them: only the sum after it is used.
+    The last product of the feed-forward is not among them: only the sum after it is used. Nor is
+    attention of rows that are cut over `context`: it is no kernel, and is computed again.
     """
     model, moe = layout.cfg.model, layout.cfg.model.moe
     heads = layout.channels("heads", model.num_heads)
@@ -154,13 +155,19 @@ def products_bytes(layout: Layout, routed: bool) -> int:
         mixer = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
         whole = layout.degree("context") * (mla.qk_nope_head_dim + mla.v_head_dim)
         mixer += heads * (mla.qk_head_dim + whole)
+        value_dim = mla.v_head_dim
     else:
         kv_heads = layout.channels("kv_heads", model.gqa.num_kv_heads)
         mixer = (heads + 2 * kv_heads) * model.gqa.head_dim
+        value_dim = model.gqa.head_dim
+    attention = 0
+    if layout.degree("context") == 1:
+        attention = statistics_bytes(layout, heads)
+        mixer += heads * value_dim
     hidden = moe.num_shared_experts * moe.expert_dim if routed else model.ffn_dim
     width = 2 * model.embed_dim + mixer + 2 * layout.channels("ffn", hidden)
     scores = moe.num_experts * FLOAT32_BYTES if routed else 0
-    return layout.tokens * (width * layout.compute_bytes + scores)
+    return layout.tokens * (width * layout.compute_bytes + scores + attention)
 
 
 def everything_bytes(layout: Layout, routed: bool) -> int:
@@ -242,12 +249,12 @@ def num_pieces(layout: Layout) -> int:
 
 
 def grouped_bytes(layout: Layout) -> int:
-    """Return the bytes a token of grouped-query attention: rotated in float32, the rest as is.
+    """Return the bytes a token of grouped-query attention: queries, results, keys and values.
 
     Keys and values are there for whole rows, whatever part of them the context axis leaves here.
     """
     gqa, heads = layout.cfg.model.gqa, layout.channels("heads", layout.cfg.model.num_heads)
-    pair = FLOAT32_BYTES + layout.compute_bytes
+    pair = 2 * layout.compute_bytes
     kv_heads = layout.channels("kv_heads", gqa.num_kv_heads) * layout.degree("context")
     return (heads + kv_heads) * gqa.head_dim * pair + statistics_bytes(layout, heads)
 

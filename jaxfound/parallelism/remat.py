@@ -17,6 +17,10 @@ MOVES = (
 )
 
 
+# Name that attention kernels give to their results (`pallas_kernels.flash_attention`).
+ATTENTION = "attention"
+
+
 def all_but_moves(prim: Primitive, *_: object, **params: object) -> bool:
     """Return whether the result of an operation is kept: everything that takes arithmetic.
 
@@ -32,6 +36,8 @@ def matmul_outputs(prim: Primitive, *avals: object, **params: object) -> bool:
 
     A linear layer brings its own backward pass, and its product is inside that call.
     """
+    if prim.name == "name":
+        return params["name"] == ATTENTION
     if prim.name == "custom_vjp_call":
         return _multiplies(params["call_jaxpr"])
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params)

@@ -38,3 +38,8 @@ def find_runs(segment_ids: Int[Array, "B T"], *, max_segments: int) -> Runs:
         lengths=jnp.where(present, lengths, -1).astype(jnp.int32),
         complete=in_order.all() & (count_B1 <= max_segments).all(),
     )
+
+
+def are_whole(segment_ids: Int[Array, "B T"]) -> Bool[Array, ""]:
+    """Return whether every row is one document without padding."""
+    return (segment_ids == segment_ids[:, :1]).all() & (segment_ids[:, 0] > 0).all()

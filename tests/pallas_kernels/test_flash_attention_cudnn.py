@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from pallas_kernels import hardware
 from pallas_kernels.flash_attention import OP
 from pallas_kernels.flash_attention.cases import make_case
-from pallas_kernels.flash_attention.runs import find_runs
+from pallas_kernels.flash_attention.runs import are_whole, find_runs
 from tests.pallas_kernels.attention_cases import (
     StandIn,
     check,
@@ -245,3 +245,18 @@ def test_runs_are_complete_exactly_where_they_say_all_of_a_row(rows):
         assert found.lengths[index].tolist() == lengths + missing
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         assert found.starts[index].tolist() == starts + missing
+
+
+@pytest.mark.parametrize(
+    ("rows", "whole"),
+    [
+        ([[1, 1, 1], [7, 7, 7]], True),
+        ([[1, 1, 1], [1, 1, 2]], False),
+        ([[1, 1, 1], [1, 1, 0]], False),
+        ([[1, 1, 1], [0, 0, 0]], False),
+        ([[0, 1, 1], [1, 1, 1]], False),
+        ([[1, 2, 1], [1, 1, 1]], False),
+    ],
+)
+def test_rows_are_whole_where_each_is_one_document_without_padding(rows, whole):
+    assert bool(jax.jit(are_whole)(jnp.array(rows, jnp.int32))) == whole

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
@@ -17,6 +18,7 @@ from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.rope import angles_of, frequencies, rotate, rotation_factor
 from jaxfound.parallelism.axes import ShardingRules
 from jaxfound.parallelism.context import context_degree, whole_rows
+from jaxfound.parallelism.remat import ATTENTION
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -170,7 +172,8 @@ class GroupedQueryAttention(nnx.Module):
         factor = rotation_factor(rope)
         q = rotate(self.query(x), angles, pairing=rope.pairing, factor=factor)
         k = rotate(self.key(x), angles, pairing=rope.pairing, factor=factor)
-        v = self.value(x)
+        # Kept behind the rotation, whose own backward pass needs no more than the angles.
+        q, k, v = (checkpoint_name(y, ATTENTION) for y in (q, k, self.value(x)))
         pin = self.rules.constrain
         return (
             pin(q, "batch", "seq", "heads", None),
