@@ -31,16 +31,18 @@ def ledger_command(
 
     Needs the extra `aot`. Exits with 1 when a plan is off by more than it may be.
     """
-    from jaxfound.training.ledger_record import CASES, memories_in, rows_of
+    from jaxfound.training.ledger_record import CASES, compiled_in, rows_of
 
-    known = None if recorded is None else memories_in(json.loads(recorded.read_text("utf-8")))
+    before = None if recorded is None else json.loads(recorded.read_text("utf-8"))
+    known = None if before is None else compiled_in(before)
+    jaxlib = version("jaxlib") if before is None else str(before["jaxlib"])
     names = [name.strip() for name in cases.split(";") if name.strip()] or [*(known or CASES)]
     rows: list[LedgerRow] = []
     for row in rows_of(names, recorded=known):
         rows.append(row)
         open_console().print(f"{row.name}: plan {row.error:+.1%}", markup=False)
         if out is not None:
-            write(out, rows, commit=commit)
+            write(out, rows, commit=commit, jaxlib=jaxlib)
     print_table(rows)
     if out is not None:
         open_console().print(f"written to {out}", markup=False)
@@ -48,7 +50,7 @@ def ledger_command(
         raise typer.Exit(1)
 
 
-def write(out: Path, rows: "Sequence[LedgerRow]", *, commit: str) -> None:
+def write(out: Path, rows: "Sequence[LedgerRow]", *, commit: str, jaxlib: str) -> None:
     """Write the JSON file with what is known so far."""
     from jaxfound.resources.platform import source_commit
     from jaxfound.training.ledger_record import as_record
@@ -57,7 +59,7 @@ def write(out: Path, rows: "Sequence[LedgerRow]", *, commit: str) -> None:
         rows,
         commit=source_commit() or commit or os.environ.get(COMMIT_VARIABLE, ""),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        jaxlib=version("jaxlib"),
+        jaxlib=jaxlib,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
@@ -86,7 +88,7 @@ def cells(row: "LedgerRow") -> list[str]:
         row.name,
         row.case.topology,
         f"{row.planned / 1e9:.2f}",
-        f"{row.memory.total / 1e9:.2f}",
+        f"{row.compiled.total / 1e9:.2f}",
         f"{row.error:+.1%}" + ("" if row.is_right else " wrong"),
         f"{row.workspace / 1e9:.2f}",
     ]

@@ -12,9 +12,7 @@ from jaxfound.parallelism.activations import (
     has_dense_layers,
     num_pieces,
     num_segments,
-    routed_bytes,
     statistics_bytes,
-    tile_bytes,
     tile_rows,
 )
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout
@@ -29,6 +27,9 @@ FLOAT32_STREAMS = 3
 # Arrays as wide as the feed-forward that wait for weights' gradients: gate and up, and their
 # gradients.
 HIDDEN = 4
+# Of the tiles of experts' rows: the hidden rows and the gradients of gate and up wait for weights'
+# gradients; gate, up and the gradient of the hidden rows are there until those are made.
+TILE_HIDDEN = 3
 # Attention that writes scores out does so for all queries of a row up to this many scores, else
 # for some at a time, in multiples of the last.
 WHOLE_SCORES, CHUNK_SCORES, MIN_CHUNK_ROWS = 2**20, 2**19, 64
@@ -70,12 +71,13 @@ def moments_of(layout: Layout, *, architecture: str) -> tuple[Moment, ...]:
     model, widest = layout.cfg.model, widest_matrix(layout)
     kinds = [False] * has_dense_layers(model) + [True] * (model.ffn == "moe")
     held = max(held_bytes(layout, routed) for routed in kinds)
+    made = max(held_bytes(layout, routed) + made_bytes(layout, routed) for routed in kinds)
     sums = FLOAT32_STREAMS * layout.tokens * model.embed_dim * FLOAT32_BYTES
     used, gradient = layout.compute_bytes * widest, FLOAT32_BYTES * widest
     own, moved = attention_bytes(layout)
     always = waiting_bytes(layout)
     found = (
-        Moment(held + sums, always or used),
+        Moment(made + sums, always or used),
         Moment(held, always or used + gradient),
         Moment(held + own + moved + score_bytes(layout), always),
     )
@@ -87,16 +89,38 @@ def held_bytes(layout: Layout, routed: bool) -> int:
     """Return what waits from one end of a layer's backward pass to the other."""
     width, model = layout.compute_bytes, layout.cfg.model
     heads = layout.channels("heads", model.num_heads)
-    streams = STREAMS * model.embed_dim * width
-    mixer = saved_width(layout) * width + statistics_bytes(layout, heads)
+    hidden = model.moe.num_shared_experts * model.moe.expert_dim if routed else model.ffn_dim
+    channels = (
+        STREAMS * model.embed_dim + saved_width(layout) + HIDDEN * layout.channels("ffn", hidden)
+    )
+    tokens = layout.tokens * (channels * width + statistics_bytes(layout, heads))
+    if not routed or num_pieces(layout) > 1:
+        return tokens
+    return tokens + tile_rows(layout) * waiting_tile_width(layout) * width
+
+
+def made_bytes(layout: Layout, routed: bool) -> int:
+    """Return what lies beside that while experts' products run.
+
+    Of tokens that are exchanged in pieces only those of a piece are there: a loop goes through them
+    one at a time and makes weights' gradients as well.
+    """
     if not routed:
-        hidden = HIDDEN * layout.channels("ffn", model.ffn_dim) * width
-        return layout.tokens * (streams + mixer + hidden)
-    # Tokens that are exchanged in pieces are computed again one piece at a time.
-    piece = tile_bytes(layout) if num_pieces(layout) > 1 else 0
-    # Beside the rows of the tiles their gradients.
-    rows = tile_rows(layout) * model.embed_dim * width
-    return layout.tokens * (streams + mixer) + routed_bytes(layout) + piece + rows
+        return 0
+    hidden = layout.channels("ffn", layout.cfg.model.moe.expert_dim)
+    a_row = TILE_HIDDEN * hidden
+    if num_pieces(layout) > 1:
+        a_row += waiting_tile_width(layout)
+    return tile_rows(layout) * a_row * layout.compute_bytes
+
+
+def waiting_tile_width(layout: Layout) -> int:
+    """Return the elements a row of the tiles that the gradients of experts' weights are made from.
+
+    Inputs and gradients of results, the hidden rows and the gradients of gate and up.
+    """
+    model = layout.cfg.model
+    return 2 * model.embed_dim + TILE_HIDDEN * layout.channels("ffn", model.moe.expert_dim)
 
 
 def saved_width(layout: Layout) -> int:

@@ -42,7 +42,7 @@ BATCH_BYTES_A_TOKEN = 17
 # The step is int32, the random state two uint32.
 COUNTER_BYTES = 12
 # What is there of gradients at the peak, without and with several micro-batches.
-GRADIENTS = ("float32", "of one micro-batch's layers and the sum of all, float32")
+GRADIENTS = ("float32", "of one micro-batch and the sum of all, float32")
 # What stages add up in every tick is there all the time.
 STAGED_GRADIENTS = "sum of all micro-batches, float32, whole over fsdp until the end of the step"
 # Logits of a chunk in the backward pass, float32: they or their gradient, and the constants that
@@ -166,7 +166,7 @@ class State:
     Attributes:
         parameters: float32.
         gradients: of one micro-batch, or of the sum of all; of stages, what they add up in.
-        layer_gradients: those of the layers, which are there from the first layer's on.
+        end_gradients: of these, what is not the layers'; it is made last.
         optimizer: what the update rule keeps.
         biases: routers' biases.
         copies: of parameters, in the order in which they are gathered.
@@ -178,7 +178,7 @@ class State:
 
     parameters: int
     gradients: int
-    layer_gradients: int
+    end_gradients: int
     optimizer: int
     biases: int
     copies: int
@@ -217,16 +217,17 @@ class State:
         kept, used, float32 = sum(kept_bytes(layout)), layout.compute_bytes, FLOAT32_BYTES
         ends = self.ends
         summed = self.gradients if layout.num_microbatches > 1 else 0
-        there = summed + self.layer_gradients
+        there = summed + self.gradients
         # The head's gradient is summed in the format of its use; the embedding's, or the head
-        # itself until the loss is known, lies whole beside it.
-        waiting = self.copies + used * (ends.widest + ends.own_head)
+        # itself until the loss is known, lies whole beside it: first where their gradients will.
+        waiting = used * (ends.widest + ends.own_head)
+        beyond = self.copies + max(waiting - self.end_gradients, 0)
         for m in moments:
-            yield Peak(there, kept + m.activations, 0, waiting + m.weights, m.workspace)
-        head = (used + float32) * ends.head + float32 * ends.own_head
+            yield Peak(there, kept + m.activations, 0, beyond + m.weights, m.workspace)
+        head = waiting + (used + float32) * ends.head + float32 * ends.own_head
+        beyond = self.copies + max(head - self.end_gradients, 0)
         streams = LOSS_STREAMS * stream_bytes(layout, False)
-        yield Peak(there, kept + streams, logit_bytes(layout), waiting + head)
-        yield Peak(self.gradients)
+        yield Peak(there, kept + streams, logit_bytes(layout), beyond)
 
     def staged_peaks(
         self, layout: Layout, moments: Sequence[Moment], stages: StageElements
@@ -271,11 +272,11 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
         FLOAT32_BYTES * slots.by_path.get(s.path, 0) * layout.elements(s, rules.slot_axes)
         for s in layout.trained()
     )
-    in_layers = [s for s in layout.trained() if in_layer(s)]
+    ends = [s for s in layout.trained() if not in_layer(s)]
     return State(
         parameters=_float32_bytes(layout, rules.param_axes),
         gradients=gradient_bytes(layout),
-        layer_gradients=FLOAT32_BYTES * sum(layout.elements(s, rules.grad_axes) for s in in_layers),
+        end_gradients=FLOAT32_BYTES * sum(layout.elements(s, rules.grad_axes) for s in ends),
         optimizer=optimizer,
         biases=sum(
             FLOAT32_BYTES * layout.elements(s, rules.param_axes)

@@ -14,7 +14,6 @@ from jaxfound.models import describe
 from jaxfound.parallelism import ParallelPlan, make_plan
 from jaxfound.resources.topology import Topology
 from jaxfound.training.aot import compile_step, target_of
-from jaxfound.training.compiled_step import Memory, compared
 from jaxfound.training.events import TrainingError
 from jaxfound.training.optimizer import optimizer_slots
 
@@ -120,6 +119,18 @@ CASES: Mapping[str, Case] = {
 }
 
 
+class Compiled(NamedTuple):
+    """A compiler's bytes of one device.
+
+    Attributes:
+        arguments: state and batch.
+        total: what the step needs to run, cuDNN's workspace apart.
+    """
+
+    arguments: int
+    total: int
+
+
 @dataclass(frozen=True)
 class LedgerRow:
     """The ledger of a layout beside the compiler's bytes of one device.
@@ -127,7 +138,7 @@ class LedgerRow:
     Attributes:
         name: of the case.
         case: the layout.
-        memory: the compiler's.
+        compiled: by the compiler.
         planned: the ledger's total, without margin and workspace.
         workspace: what cuDNN adds on the devices, by the ledger.
         arguments: parameters, optimizer and inputs by the ledger.
@@ -136,7 +147,7 @@ class LedgerRow:
 
     name: str
     case: Case
-    memory: Memory
+    compiled: Compiled
     planned: int
     workspace: int
     arguments: int
@@ -145,13 +156,13 @@ class LedgerRow:
     @property
     def error(self) -> float:
         """By how much the ledger is off, as a share of the compiler's bytes."""
-        return self.planned / self.memory.total - 1
+        return self.planned / self.compiled.total - 1
 
     @property
     def is_right(self) -> bool:
         """Whether arguments are exact and the total is as near as it has to be."""
-        near = abs(self.error) <= LIMIT or self.memory.total < LEAST_BYTES
-        return near and self.arguments == self.memory.arguments
+        near = abs(self.error) <= LIMIT or self.compiled.total < LEAST_BYTES
+        return near and self.arguments == self.compiled.arguments
 
 
 def run_of(case: Case) -> RunConfig:
@@ -173,7 +184,7 @@ def plan_of(case: Case) -> ParallelPlan:
 
 
 def rows_of(
-    names: Sequence[str], *, recorded: Mapping[str, Memory] | None = None
+    names: Sequence[str], *, recorded: Mapping[str, Compiled] | None = None
 ) -> Iterator[LedgerRow]:
     """Yield the row of each case when it is known.
 
@@ -190,11 +201,11 @@ def rows_of(
     for name in names:
         case = CASES[name]
         plan = plan_of(case)
-        memory = recorded[name] if recorded is not None else compiled_memory(case, plan)
-        yield row_of(name, plan, memory)
+        compiled = recorded[name] if recorded is not None else compiled_bytes(case, plan)
+        yield row_of(name, plan, compiled)
 
 
-def compiled_memory(case: Case, plan: ParallelPlan) -> Memory:
+def compiled_bytes(case: Case, plan: ParallelPlan) -> Compiled:
     """Return what the compiler for a case's devices makes of it.
 
     Raises:
@@ -203,20 +214,21 @@ def compiled_memory(case: Case, plan: ParallelPlan) -> Memory:
     target = target_of(Topology.parse(case.topology))
     if target.stand_in:
         raise TrainingError(f"there is nothing to compare with: {target.stand_in}")
-    return compile_step(run_of(case), plan, target=target).memory
+    memory = compile_step(run_of(case), plan, target=target).memory
+    return Compiled(memory.arguments, memory.total)
 
 
-def row_of(name: str, plan: ParallelPlan, memory: Memory) -> LedgerRow:
+def row_of(name: str, plan: ParallelPlan, compiled: Compiled) -> LedgerRow:
     """Return the row of a plan and the compiler's bytes."""
-    arguments, _, total = compared(plan.ledger, memory, on_devices=False)
+    ledger = plan.ledger
     return LedgerRow(
         name=name,
         case=CASES[name],
-        memory=memory,
-        planned=total.planned,
-        workspace=plan.ledger.of("workspace"),
-        arguments=arguments.planned,
-        ledger={entry.kind: entry.num_bytes for entry in plan.ledger.entries},
+        compiled=compiled,
+        planned=ledger.total_bytes - ledger.of("margin") - ledger.of("workspace"),
+        workspace=ledger.of("workspace"),
+        arguments=ledger.argument_bytes,
+        ledger={entry.kind: entry.num_bytes for entry in ledger.entries},
     )
 
 
@@ -230,7 +242,7 @@ def as_record(rows: Sequence[LedgerRow], **made: str) -> dict[str, object]:
             {
                 **asdict(row),
                 "case": row.case._asdict(),
-                "compiled": row.memory.total,
+                "compiled": row.compiled._asdict(),
                 "error": row.error,
             }
             for row in rows
@@ -238,7 +250,7 @@ def as_record(rows: Sequence[LedgerRow], **made: str) -> dict[str, object]:
     }
 
 
-def memories_in(record: Mapping[str, object]) -> dict[str, Memory]:
+def compiled_in(record: Mapping[str, object]) -> dict[str, Compiled]:
     """Return the compiler's bytes of a record by name."""
     rows = cast(Sequence[Mapping[str, object]], record["rows"])
-    return {str(row["name"]): Memory(**cast(Mapping[str, int], row["memory"])) for row in rows}
+    return {str(row["name"]): Compiled(**cast(Mapping[str, int], row["compiled"])) for row in rows}
