@@ -202,7 +202,7 @@ def rows_of(
         case = CASES[name]
         plan = plan_of(case)
         compiled = recorded[name] if recorded is not None else compiled_bytes(case, plan)
-        yield row_of(name, plan, compiled)
+        yield row_of(name, case, plan=plan, compiled=compiled)
 
 
 def compiled_bytes(case: Case, plan: ParallelPlan) -> Compiled:
@@ -218,12 +218,12 @@ def compiled_bytes(case: Case, plan: ParallelPlan) -> Compiled:
     return Compiled(memory.arguments, memory.total)
 
 
-def row_of(name: str, plan: ParallelPlan, compiled: Compiled) -> LedgerRow:
+def row_of(name: str, case: Case, *, plan: ParallelPlan, compiled: Compiled) -> LedgerRow:
     """Return the row of a plan and the compiler's bytes."""
     ledger = plan.ledger
     return LedgerRow(
         name=name,
-        case=CASES[name],
+        case=case,
         compiled=compiled,
         planned=ledger.total_bytes - ledger.of("margin") - ledger.of("workspace"),
         workspace=ledger.of("workspace"),
