@@ -255,7 +255,8 @@ def workspace_entries(peaks: Sequence[Peak], peak: Peak) -> Iterator[Entry]:
     asked = max((p.workspace for p in peaks), default=0)
     if asked:
         more = max(sum(p) for p in peaks) - peak.of_xla
-        yield Entry("workspace", more, f"cuDNN's {asked:,} B in attention's backward pass")
+        told = f"what cuDNN's {asked:,} B in attention's backward pass add to the peak"
+        yield Entry("workspace", more, told)
 
 
 def gradient_text(layout: Layout) -> str:
