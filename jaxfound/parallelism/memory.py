@@ -18,6 +18,7 @@ from jaxfound.parallelism.weights import (
     StageElements,
     copied_bytes,
     ends_of,
+    regathered_bytes,
     stage_elements,
 )
 from jaxfound.resources.topology import Topology
@@ -129,8 +130,8 @@ class Ledger:
 def ledger_of(layout: Layout, *, slots: Slots, topology: Topology) -> Ledger:
     """Return the ledger of a layout at the point of the step that needs the most.
 
-    That is the backward pass of a layer, or the loss where the vocabulary outweighs the layers;
-    what the other holds is freed before or made after.
+    That is the backward pass of a layer, the loss where the vocabulary outweighs the layers, or the
+    update where parameters outweigh both; what the others hold is freed before or made after.
 
     Args:
         layout: what runs.
@@ -170,6 +171,7 @@ class State:
         optimizer: what the update rule keeps.
         biases: routers' biases.
         copies: of parameters, in the order in which they are gathered.
+        regathered: of updated parameters, beside the old ones.
         ends: embedding and head, elements.
         stages: elements of a chunk of a rank, and of what the first and the last stage have
             besides; None without stages.
@@ -182,6 +184,7 @@ class State:
     optimizer: int
     biases: int
     copies: int
+    regathered: int
     ends: Ends
     stages: StageElements | None
     rule: str
@@ -209,7 +212,7 @@ class State:
         return Ledger(entries, capacity_bytes)
 
     def peaks(self, layout: Layout, *, architecture: str) -> Iterator[Peak]:
-        """Yield what a step holds where it may need the most: in a layer, and at its ends."""
+        """Yield what a step holds where it may need the most: a layer, the ends, the update."""
         moments = moments_of(layout, architecture=architecture)
         if self.stages is not None:
             yield from self.staged_peaks(layout, moments, self.stages)
@@ -228,6 +231,7 @@ class State:
         beyond = self.copies + max(head - self.end_gradients, 0)
         streams = LOSS_STREAMS * stream_bytes(layout, False)
         yield Peak(there, kept + streams, logit_bytes(layout), beyond)
+        yield Peak(self.gradients, buffers=self.regathered)
 
     def staged_peaks(
         self, layout: Layout, moments: Sequence[Moment], stages: StageElements
@@ -240,6 +244,8 @@ class State:
         chunk, last = picked + float32 * stages.chunk, float32 * stages.last
         head = used * self.ends.widest + last
         yield Peak(own, kept.main + kept.ahead, logits, picked + head)
+        # The slots' room is free when parameters are updated.
+        yield Peak(own, buffers=max(self.regathered - stage_slot_bytes(layout), 0))
         for m in moments:
             yield Peak(own, kept.main + m.activations, 0, chunk + m.weights, m.workspace)
             if kept.ahead:
@@ -285,6 +291,7 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
             if s.kind == "buffer"
         ),
         copies=copied_bytes(layout),
+        regathered=regathered_bytes(layout),
         ends=ends_of(layout),
         stages=stage_elements(layout),
         rule=layout.cfg.optimizer.name,

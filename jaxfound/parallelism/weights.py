@@ -93,6 +93,22 @@ def copied_bytes(layout: Layout) -> int:
     )
 
 
+def regathered_bytes(layout: Layout) -> int:
+    """Return the bytes of updated parameters that lie beside the old ones for a moment.
+
+    Where fsdp cuts moments and not parameters, each device updates its part and gathers the rest.
+    Parts along the first dim in memory are gathered in place, the others into arrays of their own.
+    """
+    rules = layout.rules
+    if layout.degree("fsdp") == 1 or rules.zero_stage not in (1, 2):
+        return 0
+    return FLOAT32_BYTES * sum(
+        layout.elements(spec, rules.param_axes)
+        for spec in layout.trained()
+        if any("fsdp" in a for a in rules.slot_axes(spec.dims, layout.stored_shape(spec))[1:])
+    )
+
+
 def _is_turned(layout: Layout, spec: ParamSpec) -> bool:
     axes = layout.rules.param_axes(spec.dims, layout.stored_shape(spec))
     of_layer = [a for a, dim in zip(axes, spec.dims, strict=True) if dim not in LAYER_DIMS]
