@@ -12,7 +12,7 @@ from jaxfound.parallelism import make_plan
 from jaxfound.parallelism.backward import FUSED_HEAD_DIM
 from jaxfound.parallelism.legal import layout_of, resolve_degrees
 from jaxfound.parallelism.memory import Slots, adam_slots
-from jaxfound.parallelism.weights import copied_bytes
+from jaxfound.parallelism.weights import copied_bytes, regathered_bytes
 from jaxfound.resources.topology import Topology
 from jaxfound.training.optimizer import optimizer_slots
 from pallas_kernels.flash_attention import cudnn
@@ -188,6 +188,16 @@ def test_parameters_that_are_gathered_along_another_dim_than_their_first_are_cop
     assert copied_bytes(layout_of_plan(fsdp=8, zero_stage=2)) == 0
     assert copied_bytes(layout_of_plan(data=8)) == 0
     assert cut.ledger.of("buffers") >= 4 * (EMBEDDING + OUT) // 8
+
+
+def test_parameters_that_only_moments_cut_lie_twice_when_they_are_updated():
+    # All but the norm are cut along a dim behind the first.
+    for stage in (1, 2):
+        found = regathered_bytes(layout_of_plan(fsdp=8, zero_stage=stage))
+        assert found == 4 * (EMBEDDING + UP + OUT)
+    assert regathered_bytes(layout_of_plan(fsdp=8, zero_stage=3)) == 0
+    assert regathered_bytes(layout_of_plan(fsdp=8, zero_stage=0)) == 0
+    assert regathered_bytes(layout_of_plan(data=8)) == 0
 
 
 def layout_of_plan(**parallel):
