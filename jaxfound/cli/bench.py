@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxfound.cli.bench_kernels import kernels_command, tune_command
+from jaxfound.cli.bench_ledger import ledger_command
 from jaxfound.cli.bench_pipeline import pipeline_command
 from jaxfound.cli.console import open_console
 
@@ -21,6 +22,7 @@ def bench() -> None:
 bench_app.command("kernels")(kernels_command)
 bench_app.command("tune")(tune_command)
 bench_app.command("pipeline")(pipeline_command)
+bench_app.command("ledger")(ledger_command)
 
 
 @bench_app.command("train")

@@ -92,6 +92,11 @@ def memory_lines(step: CompiledStep) -> Iterator[str]:
             f"  {row.what:<{named}}  {row.planned:>{width},} B  {row.compiled:>{width},} B  "
             f"{deviation_text(row.deviation, exact=row.planned == row.compiled)}"
         )
+    if step.workspace_bytes and not step.stand_in:
+        yield (
+            f"  on the devices {bytes_text(step.workspace_bytes)} more, by the plan: the workspace "
+            "of cuDNN, which no compiler asks for that has no device"
+        )
 
 
 def deviation_text(deviation: float, *, exact: bool) -> str:
@@ -141,6 +146,8 @@ def verdict_text(step: CompiledStep) -> str:
     if step.fits is None:
         return "verdict of the compiler: not known, because the memory of a device is not"
     spare = f"beside the {bytes_text(step.margin_bytes)} that the plan leaves free"
+    if step.workspace_bytes:
+        spare += f" and cuDNN's {bytes_text(step.workspace_bytes)}"
     if step.fits:
         return f"verdict of the compiler: fits, {bytes_text(step.spare_bytes)} to spare {spare}"
     return (

@@ -17,14 +17,6 @@ PIECE_BYTES = 2 * 2**30
 # Documents in a row that attention keeps softmax statistics for: one for every 128 tokens, from 8
 # to 64.
 TOKENS_PER_SEGMENT, MIN_SEGMENTS, MAX_SEGMENTS = 128, 8, 64
-# Attention that writes scores out does so for all queries of a row up to this many scores, else
-# for some at a time, in multiples of the last.
-WHOLE_SCORES, CHUNK_SCORES, MIN_CHUNK_ROWS = 2**20, 2**19, 64
-# Fitted to XLA's buffers of steps compiled for an H200, one layer kind at a time: the share of what
-# a layer computes that lives at the peak of its backward pass, and the bytes of a score with its
-# weight and their gradients.
-WORKING_SHARE = 0.8
-BYTES_A_SCORE = 11
 
 
 class Kept(NamedTuple):
@@ -115,20 +107,6 @@ def expert_grad_bytes(layout: Layout) -> int:
     rows = tile_rows(layout)
     padded = rows + (here - 1) * TILE_ROWS
     return layout.compute_bytes * (rows * (width + hidden) + padded * (width + 2 * hidden))
-
-
-def working_bytes(layout: Layout) -> int:
-    """Return what the backward pass of the widest layer holds besides what was kept for it.
-
-    With recomputation it is what the layer computes again, without it the gradients of that, which
-    come to as much; and the scores of attention's fallback, which a program for rows of any make
-    holds room for.
-    """
-    model = layout.cfg.model
-    kinds = [False] * has_dense_layers(model) + [True] * (model.ffn == "moe")
-    widest = max(everything_bytes(layout, routed) for routed in kinds)
-    piece = tile_bytes(layout) if kinds[-1] and num_pieces(layout) > 1 else 0
-    return int(WORKING_SHARE * (widest + piece)) + score_bytes(layout)
 
 
 def has_dense_layers(model: ModelConfig) -> bool:
@@ -272,18 +250,13 @@ def latent_bytes(layout: Layout) -> int:
 
 def statistics_bytes(layout: Layout, heads: int) -> int:
     """Return the bytes a token of the softmax statistics: one for each head and document slot."""
+    return heads * num_segments(layout) * FLOAT32_BYTES
+
+
+def num_segments(layout: Layout) -> int:
+    """Return the document slots of a row."""
     fitting = layout.cfg.train.seq_len // TOKENS_PER_SEGMENT
-    return heads * min(max(fitting, MIN_SEGMENTS), MAX_SEGMENTS) * FLOAT32_BYTES
-
-
-def score_bytes(layout: Layout) -> int:
-    """Return the bytes of the scores that exist at one time where attention writes them out."""
-    length = layout.cfg.train.seq_len
-    queries = layout.row_tokens
-    if queries * length > WHOLE_SCORES:
-        queries = max(CHUNK_SCORES // length // MIN_CHUNK_ROWS, 1) * MIN_CHUNK_ROWS
-    heads = layout.channels("heads", layout.cfg.model.num_heads)
-    return layout.rows * heads * queries * length * BYTES_A_SCORE
+    return min(max(fitting, MIN_SEGMENTS), MAX_SEGMENTS)
 
 
 MIXERS: Mapping[str, Callable[[Layout], int]] = {"gqa": grouped_bytes, "mla": latent_bytes}

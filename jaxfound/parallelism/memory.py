@@ -5,20 +5,23 @@ arrays are float32, and a compiled step's arguments are `Ledger.argument_bytes`.
 buffers are estimates.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jaxfound.config.params import ParamTable
-from jaxfound.parallelism.activations import kept_bytes, stage_slot_bytes, working_bytes
-from jaxfound.parallelism.layout import (
-    FLOAT32_BYTES,
-    Layout,
-    Place,
-    in_layer,
-    is_shared,
-    runs_first,
+from jaxfound.parallelism.activations import kept_bytes, stage_slot_bytes, stream_bytes
+from jaxfound.parallelism.backward import Moment, moments_of
+from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, Place, in_layer
+from jaxfound.parallelism.weights import (
+    Ends,
+    StageElements,
+    copied_bytes,
+    ends_of,
+    regathered_bytes,
+    stage_elements,
 )
+from jaxfound.resources.topology import Topology
 
 Kind = Literal[
     "parameters",
@@ -29,6 +32,7 @@ Kind = Literal[
     "stage slots",
     "logits",
     "buffers",
+    "workspace",
     "margin",
 ]
 # Of the memory, left free for fragments and for what the driver and the collectives allocate: the
@@ -38,12 +42,15 @@ MARGIN = 0.05
 BATCH_BYTES_A_TOKEN = 17
 # The step is int32, the random state two uint32.
 COUNTER_BYTES = 12
-# By how many times a gradient is there at the peak.
-GRADIENTS = ("made after the peak", "float32", "of one micro-batch and the sum of all, float32")
+# What is there of gradients at the peak, without and with several micro-batches.
+GRADIENTS = ("float32", "of one micro-batch and the sum of all, float32")
 # What stages add up in every tick is there all the time.
 STAGED_GRADIENTS = "sum of all micro-batches, float32, whole over fsdp until the end of the step"
-# Logits of a chunk in the backward pass: themselves and their gradient, float32.
-LOGIT_COPIES = 2
+# Logits of a chunk in the backward pass, float32: they or their gradient, and the constants that
+# padded ids and other targets are replaced by.
+LOGIT_COPIES = 3
+# Streams [tokens embed] at the loss: the last layer's result, the normalised one and its gradient.
+LOSS_STREAMS = 3
 
 
 class Slots(NamedTuple):
@@ -120,28 +127,37 @@ class Ledger:
         return self.spare_bytes >= 0 if self.capacity_bytes else None
 
 
-def ledger_of(layout: Layout, *, slots: Slots, capacity_bytes: int) -> Ledger:
+def ledger_of(layout: Layout, *, slots: Slots, topology: Topology) -> Ledger:
     """Return the ledger of a layout at the point of the step that needs the most.
 
-    That is the backward pass of a layer, or the loss where the vocabulary outweighs the layers;
-    what the other holds is freed before or made after.
+    That is the backward pass of a layer, the loss where the vocabulary outweighs the layers, or the
+    update where parameters outweigh both; what the others hold is freed before or made after.
 
     Args:
         layout: what runs.
         slots: what the update rule keeps.
-        capacity_bytes: memory of one device; 0 = not known, which leaves out the margin.
+        topology: whose devices it runs on; where their memory is not known there is no margin.
     """
-    state = state_of(layout, slots=slots)
-    return state.with_activations(layout, capacity_bytes=capacity_bytes)
+    return state_of(layout, slots=slots).with_activations(layout, topology=topology)
 
 
 class Peak(NamedTuple):
-    """What a step holds at one point besides parameters, moments and batch: bytes of one device."""
+    """What a step holds at one point besides parameters, moments and batch: bytes of one device.
 
-    gradients: int
-    activations: int
-    logits: int
-    buffers: int
+    Attributes:
+        workspace: what cuDNN asks for; the others are what XLA makes.
+    """
+
+    gradients: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+    workspace: int = 0
+
+    @property
+    def of_xla(self) -> int:
+        """Bytes of what XLA makes."""
+        return sum(self) - self.workspace
 
 
 @dataclass(frozen=True)
@@ -151,60 +167,109 @@ class State:
     Attributes:
         parameters: float32.
         gradients: of one micro-batch, or of the sum of all; of stages, what they add up in.
+        end_gradients: of these, what is not the layers'; it is made last.
         optimizer: what the update rule keeps.
         biases: routers' biases.
-        layer_buffers: weights of the widest layer in use, and its gradients before they are cut;
-            of stages, a chunk's before they are added up.
-        end_buffers: the same of the embedding or the head, the larger; they wait through the
-            layers. Of stages, of all that the last has besides its layers: added up at once.
-        first_buffers: of stages, of all that the first has, beside its chunk's gradients.
+        copies: of parameters, in the order in which they are gathered.
+        regathered: of updated parameters, beside the old ones.
+        ends: embedding and head, elements.
+        stages: elements of a chunk of a rank, and of what the first and the last stage have
+            besides; None without stages.
         rule: name of the update rule.
     """
 
     parameters: int
     gradients: int
+    end_gradients: int
     optimizer: int
     biases: int
-    layer_buffers: int
-    end_buffers: int
-    first_buffers: int
+    copies: int
+    regathered: int
+    ends: Ends
+    stages: StageElements | None
     rule: str
 
-    def with_activations(self, layout: Layout, *, capacity_bytes: int) -> Ledger:
-        """Return the ledger of a layout that has this state."""
-        peak = max(self.peaks(layout), key=sum)
+    def with_activations(self, layout: Layout, *, topology: Topology) -> Ledger:
+        """Return the ledger of a layout that has this state, on a device of the topology."""
+        peaks = list(self.peaks(layout, architecture=topology.architecture))
+        peak = max(peaks, key=lambda p: p.of_xla)
+        capacity_bytes = topology.memory_bytes
         held = f"{layout.rows} x {layout.row_tokens:,} tokens, remat={layout.remat}"
-        gradients = GRADIENTS[peak.gradients // max(self.gradients, 1)]
         chunk = f"{layout.chunk_tokens:,} tokens of a row at a time"
         freed = "" if peak.logits else f"; {logit_bytes(layout):,} B, freed before the peak"
         entries = (
             Entry("parameters", self.parameters, "float32"),
-            Entry("gradients", peak.gradients, STAGED_GRADIENTS if layout.pipeline else gradients),
+            Entry("gradients", peak.gradients, gradient_text(layout)),
             Entry("optimizer", self.optimizer, f"{self.rule}, float32"),
             Entry("inputs", self.biases + batch_bytes(layout), "batch, counters, routers' biases"),
             Entry("activations", peak.activations, held),
             *slot_entries(layout),
             Entry("logits", peak.logits, f"{chunk}{freed}"),
-            Entry("buffers", peak.buffers, "weights in use, gradients before they are cut"),
+            Entry("buffers", peak.buffers, "copies of weights, gradients before they are cut"),
+            *workspace_entries(peaks, peak),
             Entry("margin", int(MARGIN * capacity_bytes), f"{MARGIN:.0%} of the memory left free"),
         )
         return Ledger(entries, capacity_bytes)
 
-    def peaks(self, layout: Layout) -> Iterator[Peak]:
-        """Yield what a step holds where it may need the most: in a layer, and at its ends."""
-        kept, working, logits = kept_bytes(layout), working_bytes(layout), logit_bytes(layout)
-        own = self.gradients
-        if layout.pipeline is None:
-            summed = own if layout.num_microbatches > 1 else 0
-            both = self.layer_buffers + self.end_buffers
-            yield Peak(summed + own, sum(kept) + working, 0, both)
-            yield Peak(summed, sum(kept), logits, self.end_buffers)
+    def peaks(self, layout: Layout, *, architecture: str) -> Iterator[Peak]:
+        """Yield what a step holds where it may need the most: a layer, the ends, the update."""
+        moments = moments_of(layout, architecture=architecture)
+        if self.stages is not None:
+            yield from self.staged_peaks(layout, moments, self.stages)
             return
-        yield Peak(own, kept.main + working, 0, self.layer_buffers)
-        yield Peak(own, kept.main + kept.ahead, logits, self.end_buffers)
-        if kept.ahead:
-            yield Peak(own, kept.main + kept.ahead + working, 0, self.end_buffers)
-        yield Peak(own, kept.leading + (working if kept.leading else 0), 0, self.first_buffers)
+        kept, used, float32 = sum(kept_bytes(layout)), layout.compute_bytes, FLOAT32_BYTES
+        ends = self.ends
+        summed = self.gradients if layout.num_microbatches > 1 else 0
+        there = summed + self.gradients
+        # The head's gradient is summed in the format of its use; the embedding's, or the head
+        # itself until the loss is known, lies whole beside it: first where their gradients will.
+        waiting = used * (ends.widest + ends.own_head)
+        beyond = self.copies + max(waiting - self.end_gradients, 0)
+        for m in moments:
+            yield Peak(there, kept + m.activations, 0, beyond + m.weights, m.workspace)
+        head = waiting + (used + float32) * ends.head + float32 * ends.own_head
+        beyond = self.copies + max(head - self.end_gradients, 0)
+        streams = LOSS_STREAMS * stream_bytes(layout, False)
+        yield Peak(there, kept + streams, logit_bytes(layout), beyond)
+        yield Peak(self.gradients, buffers=self.regathered)
+
+    def staged_peaks(
+        self, layout: Layout, moments: Sequence[Moment], stages: StageElements
+    ) -> Iterator[Peak]:
+        """Yield the same of a rank of a pipeline, whose gradients are added up in every tick."""
+        kept, logits, own = kept_bytes(layout), logit_bytes(layout), self.gradients
+        used, float32 = layout.compute_bytes, FLOAT32_BYTES
+        # Of several chunks the one that runs is picked: a copy of its parameters.
+        picked = float32 * stages.chunk if stages.num_chunks > 1 else 0
+        chunk, last = picked + float32 * stages.chunk, float32 * stages.last
+        head = used * self.ends.widest + last
+        yield Peak(own, kept.main + kept.ahead, logits, picked + head)
+        # The slots' room is free when parameters are updated.
+        yield Peak(own, buffers=max(self.regathered - stage_slot_bytes(layout), 0))
+        for m in moments:
+            yield Peak(own, kept.main + m.activations, 0, chunk + m.weights, m.workspace)
+            if kept.ahead:
+                ahead = kept.main + kept.ahead + m.activations
+                yield Peak(own, ahead, 0, picked + head + m.weights, m.workspace)
+            if kept.leading:
+                first = chunk + float32 * stages.first
+                yield Peak(own, kept.leading + m.activations, 0, first + m.weights, m.workspace)
+
+
+def workspace_entries(peaks: Sequence[Peak], peak: Peak) -> Iterator[Entry]:
+    """Yield the line of what cuDNN's workspace adds to the peak, where it asks for one."""
+    asked = max((p.workspace for p in peaks), default=0)
+    if asked:
+        more = max(sum(p) for p in peaks) - peak.of_xla
+        told = f"what cuDNN's {asked:,} B in attention's backward pass add to the peak"
+        yield Entry("workspace", more, told)
+
+
+def gradient_text(layout: Layout) -> str:
+    """Return which gradients are there at the peak."""
+    if layout.pipeline is not None:
+        return STAGED_GRADIENTS
+    return GRADIENTS[layout.num_microbatches > 1]
 
 
 def state_of(layout: Layout, *, slots: Slots) -> State:
@@ -214,19 +279,21 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
         FLOAT32_BYTES * slots.by_path.get(s.path, 0) * layout.elements(s, rules.slot_axes)
         for s in layout.trained()
     )
-    buffers = buffer_bytes(layout)
+    ends = [s for s in layout.trained() if not in_layer(s)]
     return State(
         parameters=_float32_bytes(layout, rules.param_axes),
         gradients=gradient_bytes(layout),
+        end_gradients=FLOAT32_BYTES * sum(layout.elements(s, rules.grad_axes) for s in ends),
         optimizer=optimizer,
         biases=sum(
             FLOAT32_BYTES * layout.elements(s, rules.param_axes)
             for s in layout.params
             if s.kind == "buffer"
         ),
-        layer_buffers=buffers.layer,
-        end_buffers=buffers.end,
-        first_buffers=buffers.first,
+        copies=copied_bytes(layout),
+        regathered=regathered_bytes(layout),
+        ends=ends_of(layout),
+        stages=stage_elements(layout),
         rule=layout.cfg.optimizer.name,
     )
 
@@ -270,66 +337,3 @@ def logit_bytes(layout: Layout) -> int:
     """Return the bytes of the logits that exist at one time."""
     vocab = layout.channels("vocab", layout.cfg.model.padded_vocab_size)
     return layout.rows * layout.chunk_tokens * vocab * FLOAT32_BYTES * LOGIT_COPIES
-
-
-class BufferBytes(NamedTuple):
-    """Weights in the format of compute and gradients before they are cut or added up.
-
-    Attributes:
-        layer: of the widest layer, whole over fsdp; of stages, with the gradients of a chunk.
-        end: of the embedding or the head, which are never in use at one time; of stages, with the
-            gradients of all that the last stage has besides its layers.
-        first: of stages, of what the first has besides its layers, with the gradients of a chunk.
-    """
-
-    layer: int
-    end: int
-    first: int
-
-
-def buffer_bytes(layout: Layout) -> BufferBytes:
-    """Return the bytes of weights in use and of gradients that are not yet where they belong."""
-    layer, end = widest(layout)
-    if layout.pipeline is None:
-        both = layout.compute_bytes + FLOAT32_BYTES
-        return BufferBytes(both * layer, both * end, 0)
-    held, first, last = stage_elements(layout)
-    chunk = held // layout.pipeline.schedule.num_chunks
-    in_use, grads = layout.compute_bytes, FLOAT32_BYTES
-    return BufferBytes(
-        in_use * layer + grads * chunk,
-        in_use * end + grads * last,
-        in_use * layer + grads * (chunk + first),
-    )
-
-
-def widest(layout: Layout) -> tuple[int, int]:
-    """Return the elements of the widest layer in use, and of the embedding or the head."""
-    a_layer: dict[str, int] = {}
-    end = 0
-    for spec in layout.trained():
-        used = layout.used_elements(spec)
-        if in_layer(spec):
-            stack = spec.path.partition(".mixer")[0].partition(".ffn")[0]
-            a_layer[stack] = a_layer.get(stack, 0) + used // layout.layers_here(spec)
-        else:
-            end = max(end, used)
-    return max(a_layer.values(), default=0), end
-
-
-def stage_elements(layout: Layout) -> tuple[int, int, int]:
-    """Return the elements of a rank's layers, and what the first and the last stage have besides.
-
-    The last has the embedding too where it is the head, or where it predicts further ahead.
-    """
-    model = layout.cfg.model
-    held = first = last = 0
-    for spec in layout.trained():
-        used = layout.used_elements(spec)
-        if not is_shared(spec):
-            held += used
-            continue
-        again = spec.path.startswith("embedding.") and (model.tie_embeddings or model.mtp_depth)
-        first += used if runs_first(spec) else 0
-        last += used if again or not runs_first(spec) else 0
-    return held, first, last

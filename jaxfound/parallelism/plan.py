@@ -191,7 +191,7 @@ def make_plan(
     slots = adam_slots(params) if optimizer_slots is None else optimizer_slots
     degrees = resolve_degrees(cfg, topology.num_devices)
     asked, notes = layout_of(cfg, degrees, params)
-    layout, ledger = choose_remat(asked, slots=slots, capacity_bytes=topology.memory_bytes)
+    layout, ledger = choose_remat(asked, slots=slots, topology=topology)
     amounts = amounts_of(layout)
     placement = best_placement(degrees, topology, amounts)
     wires = timed(amounts, placement, topology)
@@ -219,7 +219,7 @@ def make_plan(
     )
 
 
-def choose_remat(layout: Layout, *, slots: Slots, capacity_bytes: int) -> tuple[Layout, Ledger]:
+def choose_remat(layout: Layout, *, slots: Slots, topology: Topology) -> tuple[Layout, Ledger]:
     """Return the layout and its ledger with the policy that was asked; of `auto`, the first to fit.
 
     The last policy where none does, the first where the memory is not known.
@@ -228,11 +228,11 @@ def choose_remat(layout: Layout, *, slots: Slots, capacity_bytes: int) -> tuple[
     *sooner, last = POLICIES if layout.remat == "auto" else (layout.remat,)
     for policy in sooner:
         chosen = replace(layout, remat=policy)
-        ledger = state.with_activations(chosen, capacity_bytes=capacity_bytes)
+        ledger = state.with_activations(chosen, topology=topology)
         if ledger.fits is not False:
             return chosen, ledger
     chosen = replace(layout, remat=last)
-    return chosen, state.with_activations(chosen, capacity_bytes=capacity_bytes)
+    return chosen, state.with_activations(chosen, topology=topology)
 
 
 def stage_notes(layout: Layout) -> Iterator[str]:
@@ -268,7 +268,7 @@ def memory_notes(
         parallel = layout.cfg.parallel.model_copy(update={"remat": layout.remat})
         cfg = layout.cfg.model_copy(update={"parallel": parallel})
         degrees = dict(zip(AXES, layout.rules.degrees, strict=True))
-        yield remedies(cfg, degrees, layout.params, slots=slots, ledger=ledger)
+        yield remedies(cfg, degrees, layout.params, slots=slots, ledger=ledger, topology=topology)
         return
     used = ledger.total_bytes - ledger.of("margin")
     if topology.is_whole_gpu and used > JAX_SHARE * ledger.capacity_bytes:

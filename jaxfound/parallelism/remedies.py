@@ -7,6 +7,7 @@ from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig, divisors
 from jaxfound.parallelism.legal import STAGED_ZERO, PlanError, layout_of
 from jaxfound.parallelism.memory import Ledger, Slots, ledger_of
+from jaxfound.resources.topology import Topology
 
 # The schedule whose ranks hold least: one copy of each stage, as few inputs as there are ranks.
 LEAST_SCHEDULE: ScheduleName = "1f1b"
@@ -21,6 +22,7 @@ def remedies(
     *,
     slots: Slots,
     ledger: Ledger,
+    topology: Topology,
 ) -> str:
     """Return a sentence with the changes that make `ledger` fit: one key's, else all together.
 
@@ -30,12 +32,13 @@ def remedies(
         params: the model's parameters.
         slots: what the update rule keeps.
         ledger: that does not fit.
+        topology: what it does not fit.
     """
 
     def after(change: Change) -> Ledger | None:
         try:
             return changed_ledger(
-                cfg, degrees, params, change=change, slots=slots, capacity=ledger.capacity_bytes
+                cfg, degrees, params, change=change, slots=slots, topology=topology
             )
         except PlanError:
             return None
@@ -90,7 +93,7 @@ def changed_ledger(
     *,
     change: Change,
     slots: Slots,
-    capacity: int,
+    topology: Topology,
 ) -> Ledger:
     """Return the ledger after a change.
 
@@ -100,4 +103,4 @@ def changed_ledger(
     new: dict[AxisName, int] = {axis: int(change.get(axis, degrees[axis])) for axis in AXES}
     parallel = cfg.parallel.model_copy(update={**new, **change})
     layout, _ = layout_of(cfg.model_copy(update={"parallel": parallel}), new, params)
-    return ledger_of(layout, slots=slots, capacity_bytes=capacity)
+    return ledger_of(layout, slots=slots, topology=topology)

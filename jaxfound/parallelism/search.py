@@ -217,8 +217,7 @@ def check_span(subject: Subject, layout: Layout) -> None:
 
 def _best(subject: Subject, state: State, layouts: Sequence[Layout]) -> Candidate:
     """Return the first layout that fits, of stages the fastest; else what the least lacks."""
-    capacity = subject.topology.memory_bytes
-    found = [(one, state.with_activations(one, capacity_bytes=capacity)) for one in layouts]
+    found = [(one, state.with_activations(one, topology=subject.topology)) for one in layouts]
     fitting = [(one, ledger) for one, ledger in found if ledger.fits]
     if fitting:
         several = fitting if layouts[0].pipeline is not None else fitting[:1]

@@ -76,6 +76,12 @@ class Topology:
         return row is not None and row.platform == "cuda" and self.memory_bytes >= row.memory_bytes
 
     @property
+    def architecture(self) -> str:
+        """Instruction set of the devices, e.g. `sm90`; empty where the kind is not on record."""
+        row = hardware.HARDWARE.get(hardware.ALIASES.get(self.device_kind, self.device_kind))
+        return "" if row is None else row.architecture
+
+    @property
     def peak_flops(self) -> Mapping[hardware.NumberFormat, float]:
         """Published dense FLOP/s of one device, by number format; empty where none are.
 

@@ -43,11 +43,13 @@ class Target:
         devices: host by host, as the plan's topology has them.
         kind: of the devices; models choose their kernels by it.
         stand_in: why these are not the devices that were asked for; empty where they are.
+        is_here: whether they are this job's own, so that their libraries can be asked.
     """
 
     devices: Sequence[Device]
     kind: str
     stand_in: str = ""
+    is_here: bool = False
 
     @property
     def text(self) -> str:
@@ -61,7 +63,7 @@ class Target:
 def target_here() -> Target:
     """Return the devices of this job; starts the backend."""
     devices = jax.devices()
-    return Target(devices, devices[0].device_kind)
+    return Target(devices, devices[0].device_kind, is_here=True)
 
 
 def target_of(topology: Topology) -> Target:
@@ -152,9 +154,10 @@ def compile_step(
         target=target.text,
         stand_in=target.stand_in,
         memory=memory,
-        planned=compared(plan.ledger, memory),
+        planned=compared(plan.ledger, memory, on_devices=target.is_here),
         capacity_bytes=capacity_bytes,
         margin_bytes=plan.ledger.of("margin"),
+        workspace_bytes=0 if target.is_here else plan.ledger.of("workspace"),
         sent=traced.sent,
         buffers=buffers,
         work_s=traced.work_s,

@@ -153,6 +153,8 @@ class CompiledStep:
         waited_s: seconds of a step in which only a collective runs.
         took: seconds of the compilation.
         notes: what a reader should know, one sentence each.
+        workspace_bytes: what cuDNN adds on the devices, by the plan; a compiler without them asks
+            it for nothing. 0 where `memory` has it already.
     """
 
     target: str
@@ -167,6 +169,7 @@ class CompiledStep:
     waited_s: float | None
     took: Took
     notes: tuple[str, ...] = ()
+    workspace_bytes: int = 0
     format_version: int = FORMAT_VERSION
 
     @property
@@ -181,8 +184,9 @@ class CompiledStep:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that are left besides the margin; negative when the step does not fit."""
-        return self.capacity_bytes - self.margin_bytes - self.memory.total
+        """Bytes that are left besides margin and workspace; negative when it does not fit."""
+        free = self.capacity_bytes - self.margin_bytes - self.workspace_bytes
+        return free - self.memory.total
 
     @property
     def fits(self) -> bool | None:
@@ -220,9 +224,16 @@ def traffic_of(axes: tuple[str, ...], collective: str, link: Link, sent: Sequenc
     )
 
 
-def compared(ledger: Ledger, memory: Memory) -> tuple[Compared, ...]:
-    """Return the ledger's bytes beside the compiler's, without what the plan leaves free."""
+def compared(ledger: Ledger, memory: Memory, *, on_devices: bool) -> tuple[Compared, ...]:
+    """Return the ledger's bytes beside the compiler's, without what the plan leaves free.
+
+    Args:
+        ledger: of the plan.
+        memory: the compiler's.
+        on_devices: whether it had the devices: without them it asks cuDNN for no workspace.
+    """
     total = ledger.total_bytes - ledger.of("margin")
+    total -= 0 if on_devices else ledger.of("workspace")
     arguments = ledger.argument_bytes
     inside = memory.total - memory.arguments
     return (

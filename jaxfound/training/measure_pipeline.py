@@ -215,7 +215,7 @@ def timed_steps(
         losses=losses,
         grad_norms=grad_norms,
         memory=memory,
-        planned=compared(plan.ledger, memory),
+        planned=compared(plan.ledger, memory, on_devices=True),
         ledger={entry.kind: entry.num_bytes for entry in plan.ledger.entries},
         remat=plan.remat,
     )

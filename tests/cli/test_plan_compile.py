@@ -87,6 +87,18 @@ def test_a_step_that_does_not_fit_ends_with_one(plan):
     assert "compiler: not known" in unknown
 
 
+def test_cudnns_workspace_counts_where_the_compiler_had_no_device(plan):
+    out, code = plan(*TOPOLOGY, "--compile", step=replace(STEP, workspace_bytes=3 * GB))
+    assert code == 0
+    assert "  on the devices 3.0 GB more, by the plan: the workspace of cuDNN" in out
+    assert (
+        "fits, 1.0 GB to spare beside the 7.0 GB that the plan leaves free and cuDNN's 3.0" in out
+    )
+    out, code = plan(*TOPOLOGY, "--compile", step=replace(STEP, workspace_bytes=5 * GB))
+    assert code == 1
+    assert "does not fit, 1.0 GB too much" in out
+
+
 def test_where_another_compiler_stands_in_the_plans_verdict_counts(plan):
     full = replace(STEP, stand_in="compiled for another", capacity_bytes=140 * GB)
     out, code = plan(*TOPOLOGY, "--compile", step=full)

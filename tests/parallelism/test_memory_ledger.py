@@ -9,9 +9,13 @@ from jaxfound.config import PRESETS, ModelConfig, parse
 from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.models import describe
 from jaxfound.parallelism import make_plan
+from jaxfound.parallelism.backward import FUSED_HEAD_DIM
+from jaxfound.parallelism.legal import layout_of, resolve_degrees
 from jaxfound.parallelism.memory import Slots, adam_slots
+from jaxfound.parallelism.weights import copied_bytes, regathered_bytes
 from jaxfound.resources.topology import Topology
 from jaxfound.training.optimizer import optimizer_slots
+from pallas_kernels.flash_attention import cudnn
 from tests.models.tiny import model_config, run_config
 
 H200 = Topology.parse("8:h200")
@@ -111,16 +115,17 @@ def test_a_presets_state_is_sixteen_bytes_a_parameter(name, mesh, each):
 
 
 def test_a_wide_vocabulary_peaks_at_the_loss_and_a_narrow_one_in_a_layer():
-    # 128 rows of 16 tokens on a device, all logits at one time: themselves and their gradient.
+    # 128 rows of 16 tokens on a device, all logits at one time: they, and two constants as large.
     train = {"loss_chunk": 0}
     wide = plan(data=8, rows=1024, train=train, vocab_size=4096).ledger
-    assert wide.of("logits") == 128 * 16 * 4096 * 4 * 2
-    assert wide.of("gradients") == 0
+    assert wide.of("logits") == 128 * 16 * 4096 * 4 * 3
+    # Gradients have their room before the loss: XLA fills it with zeros as early as that.
+    assert wide.of("gradients") == 4 * WHOLE
     narrow = plan(data=8, rows=1024, train=train).ledger
     assert narrow.of("logits") == 0
     assert narrow.of("gradients") == 4 * WHOLE
     (entry,) = [e for e in narrow.entries if e.kind == "logits"]
-    assert f"{128 * 16 * 64 * 4 * 2:,} B, freed before the peak" in entry.how
+    assert f"{128 * 16 * 64 * 4 * 3:,} B, freed before the peak" in entry.how
 
 
 @pytest.mark.parametrize("policy", ["none", "matmul_outputs", "full"])
@@ -134,6 +139,71 @@ def test_recomputing_more_keeps_less():
             for p in ("none", "matmul_outputs", "full")]  # fmt: skip
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == 3
+
+
+def workspace(preset="llama3-8b", topology="8:h200", **sections):
+    """What the ledger says of cuDNN's workspace, of one row of 4,096 tokens a device."""
+    train = {"steps": 1, "batch_size": 8, "seq_len": 4096}
+    cfg = parse({"preset": preset, "train": train, **sections})
+    table = describe(cfg.model)
+    ledger = make_plan(cfg, Topology.parse(topology), params=table).ledger
+    return next((entry.how for entry in ledger.entries if entry.kind == "workspace"), None)
+
+
+def test_cudnn_has_room_for_a_whole_row_in_every_document_slot():
+    # 32 slots of 4,096 rows of 32 heads of 128: the query's gradient in float32, a sum a row, and
+    # each query head's share of the gradients of a key and a value that four read.
+    assert f"{32 * 4096 * 32 * (4 * (128 + 1) + 2 * 2 * 128):,} B" in (workspace() or "")
+    # Latent attention has a key head for each query head, 192 wide as values are padded to be.
+    latent = workspace("deepseek-v2-lite", parallel={"fsdp": 8})
+    assert f"{32 * 4096 * 16 * 4 * (192 + 1):,} B" in (latent or "")
+    halved = workspace(parallel={"tensor": 2, "data": 4, "num_microbatches": 2})
+    assert f"{32 * 4096 * 16 * (4 * (128 + 1) + 2 * 2 * 128):,} B" in (halved or "")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"topology": "8:cpu"},
+        {"topology": "8:a100"},
+        {"precision": {"compute": "float32"}},
+        {"parallel": {"context": 2, "data": 4, "num_microbatches": 2}},
+    ],
+    ids=str,
+)
+def test_attention_that_is_not_cudnns_asks_it_for_nothing(sections):
+    assert workspace(**sections) is None
+
+
+def test_the_plan_and_the_kernels_agree_where_attention_is_cudnns():
+    kernels = {a: cudnn.MAX_HEAD_DIM[a] for a in cudnn.OFFSET_ARCHITECTURES}
+    assert kernels == FUSED_HEAD_DIM
+
+
+def test_parameters_that_are_gathered_along_another_dim_than_their_first_are_copied():
+    # fsdp cuts the embedding and the attention's result along their last dim, the rest along the
+    # first below the layers.
+    cut = plan(fsdp=8, zero_stage=3)
+    assert copied_bytes(layout_of_plan(fsdp=8)) == 4 * (EMBEDDING + OUT) // 8
+    assert copied_bytes(layout_of_plan(fsdp=8, zero_stage=2)) == 0
+    assert copied_bytes(layout_of_plan(data=8)) == 0
+    assert cut.ledger.of("buffers") >= 4 * (EMBEDDING + OUT) // 8
+
+
+def test_parameters_that_only_moments_cut_lie_twice_when_they_are_updated():
+    # All but the norm are cut along a dim behind the first.
+    for stage in (1, 2):
+        found = regathered_bytes(layout_of_plan(fsdp=8, zero_stage=stage))
+        assert found == 4 * (EMBEDDING + UP + OUT)
+    assert regathered_bytes(layout_of_plan(fsdp=8, zero_stage=3)) == 0
+    assert regathered_bytes(layout_of_plan(fsdp=8, zero_stage=0)) == 0
+    assert regathered_bytes(layout_of_plan(data=8)) == 0
+
+
+def layout_of_plan(**parallel):
+    cfg = run_config(model_config("gqa", vocab_size=61), rows=16, parallel=parallel)
+    degrees = resolve_degrees(cfg, 8)
+    return layout_of(cfg, degrees, TABLE)[0]
 
 
 def small(memory_bytes):

@@ -11,11 +11,12 @@ from jaxfound.communication.cost import Group, Lane, all_reduce
 from jaxfound.communication.hlo import Collective
 from jaxfound.config.load import load
 from jaxfound.face import make_plan
+from jaxfound.parallelism.memory import Entry, Ledger
 from jaxfound.resources.topology import Topology
 from jaxfound.training import TrainingError
 from jaxfound.training.aot import Target, compile_step, target_of
 from jaxfound.training.buffers import source_line, temporaries, widest
-from jaxfound.training.compiled_step import Memory, Sent
+from jaxfound.training.compiled_step import Memory, Sent, compared
 from jaxfound.training.compiled_traffic import Traced, link_of, notes_of, span_of, wire_seconds
 from pallas_kernels import deviceless
 from tests.training.tiny import DENSE, tiny
@@ -126,6 +127,13 @@ def test_an_h200_program_scatters_its_gradients_and_works_beside_collectives(on_
     assert step.work_s is not None
     assert 0 < step.work_s < step.waited_s
     assert all(0 <= row.covered <= 1 for row in step.traffic)
+
+
+def test_a_plans_workspace_is_compared_only_where_the_devices_were_asked():
+    ledger = Ledger((Entry("parameters", 10, ""), Entry("workspace", 5, "")))
+    memory = Memory(10, 10, 10, 3, 0)
+    assert [row.planned for row in compared(ledger, memory, on_devices=True)] == [10, 5, 15]
+    assert [row.planned for row in compared(ledger, memory, on_devices=False)] == [10, 0, 10]
 
 
 # Kind of device → what the refusal names; neither has a compiler here.

@@ -119,6 +119,7 @@ def bars(plan: ParallelPlan, step: CompiledStep) -> Markup:
                 ("arguments", step.memory.arguments),
                 ("temporaries", step.memory.temporaries),
                 ("outputs beside them", beside),
+                ("workspace", step.workspace_bytes),
                 ("margin", step.margin_bytes),
             ],
         ),

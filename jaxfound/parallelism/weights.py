@@ -1,0 +1,136 @@
+"""Weights and gradients that a device holds for a while, besides its state.
+
+Copies in the format of compute, copies for the gather, and gradients before they are cut or added.
+"""
+
+from typing import NamedTuple
+
+from jaxfound.config.params import LAYER_DIMS, ParamSpec
+from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, in_layer, is_shared, runs_first
+
+
+class Ends(NamedTuple):
+    """The embedding and the head of one device, elements.
+
+    Attributes:
+        widest: of the wider of the two, as it lies while it is used.
+        head: of the matrix that makes logits, likewise.
+        own_head: of its gradient, as it lies while it is summed.
+    """
+
+    widest: int
+    head: int
+    own_head: int
+
+
+class StageElements(NamedTuple):
+    """What a rank of a pipeline holds, elements.
+
+    Attributes:
+        chunk: of one chunk of its layers.
+        num_chunks: how many of these it has.
+        first: of what the first stage has besides its layers.
+        last: of what the last has.
+    """
+
+    chunk: int
+    num_chunks: int
+    first: int
+    last: int
+
+
+def widest_matrix(layout: Layout) -> int:
+    """Return the elements of the widest weight of a layer while it is used, all experts together.
+
+    XLA gathers a weight before its product and cuts its gradient behind it, one after the other.
+    """
+    found = (
+        layout.used_elements(spec) // layout.layers_here(spec)
+        for spec in layout.trained()
+        if in_layer(spec)
+    )
+    return max(found, default=0)
+
+
+def waiting_bytes(layout: Layout) -> int:
+    """Return the bytes of experts' weights that lie whole through a layer's backward pass.
+
+    Where fsdp cuts them they are gathered by name, all of them before the first product. Their
+    gradients wait in the format of compute: XLA scatters those of a layer while it goes through the
+    next.
+    """
+    if layout.degree("fsdp") == 1 or layout.rules.zero_stage < 3:
+        return 0
+    experts = sum(
+        layout.used_elements(spec) // layout.layers_here(spec)
+        for spec in layout.trained()
+        if spec.path.startswith("layers.") and "experts" in spec.dims and spec.is_matrix
+    )
+    return 2 * layout.compute_bytes * experts
+
+
+def ends_of(layout: Layout) -> Ends:
+    """Return the elements of the embedding and the head on one device."""
+    ends = {s.path: s for s in layout.trained() if s.path.startswith(("embedding.", "head."))}
+    makes_logits = [s for path, s in ends.items() if path.startswith("head.")] or [*ends.values()]
+    return Ends(
+        max((layout.used_elements(s) for s in ends.values()), default=0),
+        sum(layout.used_elements(s) for s in makes_logits),
+        sum(layout.elements(s, layout.rules.grad_axes) for s in makes_logits),
+    )
+
+
+def copied_bytes(layout: Layout) -> int:
+    """Return the bytes of the copies from which parameters that fsdp cuts are gathered.
+
+    A gather joins pieces along the first dim in memory. Of a parameter that is cut along another
+    one XLA makes a copy in that order, all layers at once and before any loop, in float32.
+    """
+    return FLOAT32_BYTES * sum(
+        layout.elements(spec, layout.rules.param_axes)
+        for spec in layout.trained()
+        if _is_turned(layout, spec)
+    )
+
+
+def regathered_bytes(layout: Layout) -> int:
+    """Return the bytes of updated parameters that lie beside the old ones for a moment.
+
+    Where fsdp cuts moments and not parameters, each device updates its part and gathers the rest.
+    Parts along the first dim in memory are gathered in place, the others into arrays of their own.
+    """
+    rules = layout.rules
+    if layout.degree("fsdp") == 1 or rules.zero_stage not in (1, 2):
+        return 0
+    return FLOAT32_BYTES * sum(
+        layout.elements(spec, rules.param_axes)
+        for spec in layout.trained()
+        if any("fsdp" in a for a in rules.slot_axes(spec.dims, layout.stored_shape(spec))[1:])
+    )
+
+
+def _is_turned(layout: Layout, spec: ParamSpec) -> bool:
+    axes = layout.rules.param_axes(spec.dims, layout.stored_shape(spec))
+    of_layer = [a for a, dim in zip(axes, spec.dims, strict=True) if dim not in LAYER_DIMS]
+    cut = [i for i, a in enumerate(of_layer) if "fsdp" in a]
+    return layout.degree("fsdp") > 1 and any(i > 0 for i in cut)
+
+
+def stage_elements(layout: Layout) -> StageElements | None:
+    """Return the elements of a rank's stages; None without stages.
+
+    The last has the embedding too where it is the head, or where it predicts further ahead.
+    """
+    if layout.pipeline is None:
+        return None
+    model, num_chunks = layout.cfg.model, layout.pipeline.schedule.num_chunks
+    held = first = last = 0
+    for spec in layout.trained():
+        used = layout.used_elements(spec)
+        if not is_shared(spec):
+            held += used
+            continue
+        again = spec.path.startswith("embedding.") and (model.tie_embeddings or model.mtp_depth)
+        first += used if runs_first(spec) else 0
+        last += used if again or not runs_first(spec) else 0
+    return StageElements(held // num_chunks, num_chunks, first, last)
