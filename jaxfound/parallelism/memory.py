@@ -19,6 +19,7 @@ from jaxfound.parallelism.layout import (
     is_shared,
     runs_first,
 )
+from jaxfound.parallelism.pipeline.facts import Pipeline
 
 Kind = Literal[
     "parameters",
@@ -154,10 +155,10 @@ class State:
         optimizer: what the update rule keeps.
         biases: routers' biases.
         layer_buffers: weights of the widest layer in use, and its gradients before they are cut;
-            of stages, a chunk's before they are added up.
+            of stages, before they are added up, of as many layers as are made at once.
         end_buffers: the same of the embedding or the head, the larger; they wait through the
             layers. Of stages, of all that the last has besides its layers: added up at once.
-        first_buffers: of stages, of all that the first has, beside its chunk's gradients.
+        first_buffers: of stages, of all that the first has besides its layers.
         rule: name of the update rule.
     """
 
@@ -276,10 +277,11 @@ class BufferBytes(NamedTuple):
     """Weights in the format of compute and gradients before they are cut or added up.
 
     Attributes:
-        layer: of the widest layer, whole over fsdp; of stages, with the gradients of a chunk.
+        layer: of the widest layer, whole over fsdp; of stages, with the gradients of as many as
+            `layers_at_once` says.
         end: of the embedding or the head, which are never in use at one time; of stages, with the
             gradients of all that the last stage has besides its layers.
-        first: of stages, of what the first has besides its layers, with the gradients of a chunk.
+        first: of stages, of what the first has besides its layers.
     """
 
     layer: int
@@ -294,13 +296,23 @@ def buffer_bytes(layout: Layout) -> BufferBytes:
         both = layout.compute_bytes + FLOAT32_BYTES
         return BufferBytes(both * layer, both * end, 0)
     held, first, last = stage_elements(layout)
-    chunk = held // layout.pipeline.schedule.num_chunks
+    made = held // layout.pipeline.layers_held * layers_at_once(layout, layout.pipeline)
     in_use, grads = layout.compute_bytes, FLOAT32_BYTES
     return BufferBytes(
-        in_use * layer + grads * chunk,
+        in_use * layer + grads * made,
         in_use * end + grads * last,
-        in_use * layer + grads * (chunk + first),
+        in_use * layer + grads * first,
     )
+
+
+def layers_at_once(layout: Layout, staged: Pipeline) -> int:
+    """Return the layers of a chunk whose gradients are made before they are added up.
+
+    B adds those of each step of its walk as it passes, W makes a whole chunk's.
+    """
+    chunk, step = staged.stages.layers_a_chunk, layout.cfg.parallel.layers_per_scan_step
+    whole = staged.schedule.splits_backward or step == "all"
+    return chunk if whole else min(int(step), chunk)
 
 
 def widest(layout: Layout) -> tuple[int, int]:
