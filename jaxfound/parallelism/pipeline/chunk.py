@@ -122,9 +122,7 @@ def walk_adding(
     order, unroll = jnp.arange(count), layers.unroll(count)
     run = rematerialize(layers.run, layers.remat, in_loop=unroll < count)
 
-    def of_layer(
-        params: Tree, fixed: Tree, x: jax.Array, piece: Tree
-    ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+    def of_layer(params: Tree, fixed: Tree, x: jax.Array, piece: Tree) -> tuple[tuple, Tree]:
         y, loss, report = run(params, fixed, x, piece)
         return (y, loss), report
 
