@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.block import Block, BlockInput
@@ -18,9 +18,6 @@ from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.models.mtp import MtpModule
 from jaxfound.parallelism.remat import rematerialize
-
-# A block, and whether it is a layer; None where all are.
-type Layer = tuple[Block, Bool[Array, ""] | None]
 
 
 class Hidden(NamedTuple):
@@ -149,32 +146,17 @@ def stack(
 
 
 def walk(
-    blocks: Block,
-    x: Float[Array, "B T D"],
-    row: BlockInput,
-    *,
-    execution: Execution,
-    there: Bool[Array, " L"] | None = None,
+    blocks: Block, x: Float[Array, "B T D"], row: BlockInput, *, execution: Execution
 ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
-    """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step.
+    """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step."""
 
-    Args:
-        there: False for a block that is no layer: x passes it unchanged and it has no load. All are
-            layers by default.
-    """
-
-    def one(x: jax.Array, layer: Layer) -> tuple[jax.Array, LoadStats | None]:
-        block, is_layer = layer
-        y, load = block(x, row)
-        if is_layer is None:
-            return y, load
-        kept = jax.tree.map(lambda a: jnp.where(is_layer, a, jnp.zeros((), a.dtype)), load)
-        return jnp.where(is_layer, y, x), kept
+    def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
+        return block(x, row)
 
     num_layers = jax.tree.leaves(blocks)[0].shape[0]
     unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
     layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers)
-    return jax.lax.scan(layer, x, (blocks, there), unroll=unroll)
+    return jax.lax.scan(layer, x, blocks, unroll=unroll)
 
 
 def walk_cached(

@@ -241,7 +241,7 @@ class State:
         used, float32 = layout.compute_bytes, FLOAT32_BYTES
         # Of several chunks the one that runs is picked: a copy of its parameters.
         picked = float32 * stages.chunk if stages.num_chunks > 1 else 0
-        chunk, last = picked + float32 * stages.chunk, float32 * stages.last
+        chunk, last = picked + float32 * stages.made_at_once, float32 * stages.last
         head = used * self.ends.widest + last
         yield Peak(own, kept.main + kept.ahead, logits, picked + head)
         # The slots' room is free when parameters are updated.

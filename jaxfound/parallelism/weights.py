@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxfound.config.params import LAYER_DIMS, ParamSpec
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, in_layer, is_shared, runs_first
+from jaxfound.parallelism.pipeline.facts import Pipeline
 
 
 class Ends(NamedTuple):
@@ -29,12 +30,14 @@ class StageElements(NamedTuple):
     Attributes:
         chunk: of one chunk of its layers.
         num_chunks: how many of these it has.
+        made_at_once: of a chunk, those whose gradients are made before they are added up.
         first: of what the first stage has besides its layers.
         last: of what the last has.
     """
 
     chunk: int
     num_chunks: int
+    made_at_once: int
     first: int
     last: int
 
@@ -133,4 +136,16 @@ def stage_elements(layout: Layout) -> StageElements | None:
         again = spec.path.startswith("embedding.") and (model.tie_embeddings or model.mtp_depth)
         first += used if runs_first(spec) else 0
         last += used if again or not runs_first(spec) else 0
-    return StageElements(held // num_chunks, num_chunks, first, last)
+    chunk = held // num_chunks
+    made = chunk // layout.pipeline.stages.layers_a_chunk * layers_at_once(layout, layout.pipeline)
+    return StageElements(chunk, num_chunks, made, first, last)
+
+
+def layers_at_once(layout: Layout, staged: Pipeline) -> int:
+    """Return the layers of a chunk whose gradients are made before they are added up.
+
+    B adds those of each step of its walk as it passes, W makes a whole chunk's.
+    """
+    chunk, step = staged.stages.layers_a_chunk, layout.cfg.parallel.layers_per_scan_step
+    whole = staged.schedule.splits_backward or step == "all"
+    return chunk if whole else min(int(step), chunk)

@@ -7,7 +7,6 @@ what the devices lose: every loss is divided by counts of the whole batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,9 +18,9 @@ from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame, in_main_stack
-from jaxfound.models.decoder import Decoder, walk
-from jaxfound.models.layers.router import LoadStats
+from jaxfound.models.decoder import Decoder
 from jaxfound.parallelism.axes import only
+from jaxfound.parallelism.pipeline.chunk import Layers
 from jaxfound.parallelism.pipeline.forward import run_forward
 from jaxfound.parallelism.pipeline.pipelining import (
     Pipelining,
@@ -141,9 +140,6 @@ class PipelinedStep:
         self.schedule = schedule_of(pipelining)
         self.manual = tuple(a for a in AXES if a != "tensor" and self.rules.degree(a) > 1)
         self.has_experts = cfg.model.ffn == "moe"
-        # Layers that are scanned have one backward pass, of which I and W cannot be told apart.
-        unrolled = replace(frame.execution, layers_per_scan_step=0)
-        self.execution = unrolled if self.schedule.splits_backward else frame.execution
         if frame.stages is None:
             raise ValueError(
                 "the frame was made for no pipeline; build it from the plan's execution"
@@ -233,19 +229,16 @@ class PipelinedStep:
             model, read = bind(shared, stack, fixed.chunks), whole(piece)
             return model.entering(read.batch.tokens, row_of(model, read))
 
-        def stage(chunk: Arrays, fixed: Any, x: jax.Array, piece: tuple) -> tuple:
-            model = bind(shared, chunk, fixed["buffers"])
-            y, load = walk(
-                model.layers,
-                x,
-                row_of(model, whole(piece)),
-                execution=self.execution,
-                there=fixed["places"] != NO_LAYER if masked else None,
-            )
-            if load is None:
-                return y, jnp.zeros(()), None
-            balance = load.balance_loss.sum()
-            return y, balance / counts.real, LoadStats(balance, load.expert_counts)
+        def layer(params: Arrays, fixed: Any, x: jax.Array, piece: tuple) -> tuple:
+            model = bind(shared, params, fixed["buffers"])
+            y, load = model.layers(x, row_of(model, whole(piece)))
+            if masked:
+                # A place without a layer: x passes it unchanged and it has no load.
+                there = fixed["places"] != NO_LAYER
+                kept = lambda a: jnp.where(there, a, jnp.zeros((), a.dtype))
+                y, load = jnp.where(there, y, x), jax.tree.map(kept, load)
+            loss = jnp.zeros(()) if load is None else load.balance_loss / counts.real
+            return y, loss, load
 
         def suffix(shared: Arrays, y: jax.Array, piece: tuple) -> tuple[jax.Array, Terms]:
             model, read = bind(shared, stack, fixed.chunks), whole(piece)
@@ -264,8 +257,9 @@ class PipelinedStep:
             )
             return found.nats, found.nats
 
-        end = nats if nats_only else suffix
-        return Stages(prefix, stage, end, self.pin, self.pin_chunks, self.pin_shared)
+        end, execution = nats if nats_only else suffix, self.frame.execution
+        layers = Layers(layer, execution.remat, execution.layers_per_scan_step)
+        return Stages(prefix, layers, end, self.pin, self.pin_chunks, self.pin_shared)
 
     def pin(self, x: jax.Array) -> jax.Array:
         """Keep an activation where it lies over tensor."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfound.parallelism.pipeline.chunk import walk_forward
 from jaxfound.parallelism.pipeline.runtime import (
     Inputs,
     Stages,
@@ -104,7 +105,6 @@ def run_forward(table: ForwardTable, stages: Stages, inputs: Inputs, *, rows: An
         inputs: what this rank has.
         rows: this rank's columns of the table.
     """
-    num_chunks = len(jax.tree.leaves(inputs.fixed)[0])
     piece = pick(inputs.pieces, 0)
     like = jax.eval_shape(stages.prefix, inputs.shared, piece)
     nothing = jnp.zeros(like.shape, like.dtype)
@@ -113,8 +113,7 @@ def run_forward(table: ForwardTable, stages: Stages, inputs: Inputs, *, rows: An
     def run(row: Any, waiting: jax.Array, end: Any) -> tuple[jax.Array, Any]:
         piece = pick(inputs.pieces, row["microbatch"])
         x = entering(stages, inputs.shared, piece, waiting, row["first"], row["slot"])
-        at = 0 if num_chunks == 1 else row["chunk"]
-        y = stages.stage(pick(inputs.chunks, at), pick(inputs.fixed, at), x, piece)[0]
+        y = walk_forward(stages.layers, inputs.chunk(row["chunk"]), x, piece)
         end = lax.cond(
             row["last"] > 0,
             lambda: added(end, stages.suffix(inputs.shared, y, piece)[1]),

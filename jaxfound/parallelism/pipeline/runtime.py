@@ -17,6 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfound.config.parallel import AxisName
+from jaxfound.parallelism.pipeline.chunk import (
+    Chunk,
+    Layers,
+    Passed,
+    walk_adding,
+    walk_apart,
+    walk_forward,
+)
 from jaxfound.parallelism.pipeline.split import SplitBackward, split_backward
 from jaxfound.parallelism.pipeline.ticks import TickTable
 
@@ -34,7 +42,7 @@ class Stages:
 
     Attributes:
         prefix: (shared, piece) -> input of the first stage.
-        stage: (params, fixed, input, piece) -> (output, loss, report) of one chunk.
+        layers: of each chunk.
         suffix: (shared, output, piece) -> (loss, report), after the last stage.
         pin: keeps an activation in its place on the axes that are left to the partitioner.
         pin_chunks: keeps arrays like all chunks' parameters in theirs.
@@ -42,7 +50,7 @@ class Stages:
     """
 
     prefix: Callable[[Tree, Tree], jax.Array]
-    stage: Callable[[Tree, Tree, jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
+    layers: Layers
     suffix: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
     pin: Callable[[jax.Array], jax.Array] = lambda x: x
     pin_chunks: Callable[[Tree], Tree] = lambda tree: tree
@@ -53,8 +61,8 @@ class Inputs(NamedTuple):
     """What a rank has.
 
     Attributes:
-        chunks: parameters of its chunks, each array [chunks ...].
-        fixed: what else its chunks need and no gradient goes to, each array [chunks ...].
+        chunks: parameters of its chunks, each array [chunks layers ...].
+        fixed: what else its chunks need and no gradient goes to, each array [chunks layers ...].
         shared: parameters of the prefix and the suffix.
         pieces: micro-batches, each array [micro-batches ...].
     """
@@ -64,14 +72,19 @@ class Inputs(NamedTuple):
     shared: Tree
     pieces: Tree
 
+    def chunk(self, number: jax.Array) -> Chunk:
+        """Return one of the rank's chunks."""
+        only = len(jax.tree.leaves(self.fixed)[0]) == 1
+        return Chunk(self.chunks, self.fixed, 0 if only else number)
+
 
 class Sums(NamedTuple):
     """Sums over a rank's micro-batches.
 
     Attributes:
-        chunks: gradients of its chunks, float32 [chunks ...].
+        chunks: gradients of its chunks, float32 [chunks layers ...].
         shared: gradients of the shared parameters, float32.
-        report: what its chunks reported [chunks ...].
+        report: what its layers reported [chunks layers ...].
         end: what the suffix reported.
     """
 
@@ -143,51 +156,58 @@ class Rank:
 
     def __init__(self, table: TickTable, stages: Stages, inputs: Inputs) -> None:
         self.table, self.stages, self.inputs = table, stages, inputs
-        self.num_chunks = len(jax.tree.leaves(inputs.fixed)[0])
         self.activation = jax.eval_shape(stages.prefix, inputs.shared, pick(inputs.pieces, 0))
-        # The first stage's chunk stands for all of them: they differ in numbers alone.
-        self._params, self._fixed = pick(inputs.chunks, 0), pick(inputs.fixed, 0)
         self.cut: SplitBackward | None = None
         if any(kind in ("I", "W", "F+I") for kind in table.kinds):
+            # The first stage's chunk stands for all of them: they differ in numbers alone.
             row = {name: jnp.int32(0) for name in table.columns}
-            self.cut = split_backward(
-                self.backward, self._params, row, self.empty_buffers(cut=False), self.end_sums()
-            )
+            operands = row, self.empty_buffers(cut=False), self.end_sums()
+            self.cut = split_backward(self.backward_apart, self.params_of(row), *operands)
 
     def piece(self, microbatch: jax.Array) -> Tree:
         """Return a micro-batch."""
         return pick(self.inputs.pieces, microbatch)
 
-    def chunk(self, tree: Tree, number: jax.Array) -> Tree:
-        """Return what belongs to one of the rank's chunks."""
-        return pick(tree, 0 if self.num_chunks == 1 else number)
+    def params_of(self, row: Tree) -> Tree:
+        """Return the parameters of the chunk whose backward pass a tick runs, [layers ...]."""
+        return pick(self.inputs.chunks, self.inputs.chunk(row["b_chunk"]).number)
 
     def forward(self, row: Tree, buffers: Buffers) -> jax.Array:
         """Return the output of a stage."""
         piece, shared = self.piece(row["f_microbatch"]), self.inputs.shared
-        params, fixed = (
-            self.chunk(tree, row["f_chunk"]) for tree in (self.inputs.chunks, self.inputs.fixed)
-        )
         x = entering(self.stages, shared, piece, buffers.inputs, row["f_first"], row["f_slot"])
-        return self.stages.pin(self.stages.stage(params, fixed, x, piece)[0])
+        chunk = self.inputs.chunk(row["f_chunk"])
+        return self.stages.pin(walk_forward(self.stages.layers, chunk, x, piece))
 
-    def backward(
+    def backward_adding(
+        self, totals: Tree, row: Tree, buffers: Buffers, sums: tuple[Tree, Tree]
+    ) -> tuple[Tree, Back]:
+        """Compute a stage again and return its gradients added to `totals`, and the rest."""
+        stages, chunk = self.stages, self.inputs.chunk(row["b_chunk"])
+        run = partial(walk_adding, stages.layers, chunk, sums=totals, pin=stages.pin_chunks)
+        return self.backward(run, row, buffers, sums)
+
+    def backward_apart(
         self, params: Tree, row: Tree, buffers: Buffers, sums: tuple[Tree, Tree]
     ) -> tuple[Tree, Back]:
         """Compute a stage again and return the gradients of its parameters, and the rest."""
+        fixed = pick(self.inputs.fixed, self.inputs.chunk(row["b_chunk"]).number)
+        run = partial(walk_apart, self.stages.layers, params, fixed)
+        return self.backward(run, row, buffers, sums)
+
+    def backward(
+        self,
+        run: Callable[[jax.Array, Tree], Passed],
+        row: Tree,
+        buffers: Buffers,
+        sums: tuple[Tree, Tree],
+    ) -> tuple[Tree, Back]:
+        """Go back through a stage that `run` computes again, and through what lies beside it."""
         stages, shared = self.stages, self.inputs.shared
         so_far, end_so_far = sums
-        piece, fixed = (
-            self.piece(row["b_microbatch"]),
-            self.chunk(self.inputs.fixed, row["b_chunk"]),
-        )
+        piece = self.piece(row["b_microbatch"])
         x = entering(stages, shared, piece, buffers.inputs, row["b_first"], row["b_slot"])
-
-        def run(params: Tree, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
-            y, loss, report = stages.stage(params, fixed, x, piece)
-            return (y, loss), report
-
-        (y, loss), pull, report = jax.vjp(run, params, x, has_aux=True)
+        y, report, pull = run(x, piece)
 
         def at_last() -> tuple[jax.Array, Tree, Tree]:
             end = jax.grad(stages.suffix, (0, 1), has_aux=True)
@@ -198,7 +218,7 @@ class Rank:
             return stages.pin(pick(buffers.grads, row["b_grad_slot"])), so_far, end_so_far
 
         of_y, so_far, end_so_far = lax.cond(row["b_last"] > 0, at_last, between)
-        of_params, of_x = pull((of_y, jnp.ones_like(loss)))
+        of_params, of_x = pull(of_y)
         of_x = stages.pin(of_x)
 
         def at_first() -> Tree:
@@ -251,10 +271,11 @@ class Rank:
 
     def zero_sums(self) -> Sums:
         """Return the sums before the first tick."""
-        stage = self.stages.stage
-        first = (self._params, self._fixed, self.activation, pick(self.inputs.pieces, 0))
-        report = zeros(jax.eval_shape(stage, *first)[2])
-        several = jax.tree.map(lambda a: jnp.zeros((self.num_chunks, *a.shape), a.dtype), report)
+        places = jax.tree.leaves(self.inputs.fixed)[0].shape[:2]
+        first = (*Chunk(self.inputs.chunks, self.inputs.fixed, 0).layer(0), self.activation)
+        piece = pick(self.inputs.pieces, 0)
+        report = jax.eval_shape(self.stages.layers.run, *first, piece)[2]
+        several = jax.tree.map(lambda a: jnp.zeros((*places, *a.shape), a.dtype), report)
         chunks = self.stages.pin_chunks(float32_zeros(self.inputs.chunks))
         shared, end = self.end_sums()
         return Sums(chunks, shared, several, end)
@@ -273,18 +294,16 @@ def _forward(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
 
 
 def _backward(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
-    params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
-    of_params, back = rank.backward(params, row, buffers, (sums.shared, sums.end))
-    sums = _with_report(rank, back, row, sums)
-    sums = sums._replace(chunks=rank.chunks_with(sums.chunks, of_params, row["b_chunk"]))
+    chunks, back = rank.backward_adding(sums.chunks, row, buffers, (sums.shared, sums.end))
+    sums = _with_report(rank, back, row, sums._replace(chunks=chunks))
     return Sent(rank.nothing(), back.grad), buffers.kept, sums
 
 
 def _input_grad(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
-    params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
     columns = {name: row[name] for name in rank.table.columns}
     waiting = buffers._replace(kept=[])
-    back, kept = _cut_of(rank).input_part(params, columns, waiting, (sums.shared, sums.end))
+    operands = columns, waiting, (sums.shared, sums.end)
+    back, kept = _cut_of(rank).input_part(rank.params_of(row), *operands)
     kept = [
         put(slots, one, row["b_kept_slot"]) for slots, one in zip(buffers.kept, kept, strict=True)
     ]
@@ -292,9 +311,8 @@ def _input_grad(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
 
 
 def _weight_grad(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
-    params = rank.chunk(rank.inputs.chunks, row["b_chunk"])
     kept = [pick(slots, row["b_kept_slot"]) for slots in buffers.kept]
-    of_params = _cut_of(rank).weight_part(params, kept)
+    of_params = _cut_of(rank).weight_part(rank.params_of(row), kept)
     sums = sums._replace(chunks=rank.chunks_with(sums.chunks, of_params, row["b_chunk"]))
     return Sent(rank.nothing(), rank.nothing()), buffers.kept, sums
 
@@ -351,7 +369,7 @@ def handed_on(value: jax.Array, hop: int, num_ranks: int) -> jax.Array:
 
 def add_at(total: Tree, part: Tree, chunk: jax.Array, rank: Rank) -> Tree:
     """Return sums [chunks ...] with a part added to one chunk's."""
-    at = 0 if rank.num_chunks == 1 else chunk
+    at = rank.inputs.chunk(chunk).number
     return jax.tree.map(lambda a, b: a.at[at].add(b.astype(a.dtype)), total, part)
 
 

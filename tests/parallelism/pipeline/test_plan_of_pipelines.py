@@ -162,10 +162,32 @@ def test_a_cut_backward_pass_keeps_what_the_gradients_of_weights_are_made_from()
     assert found.ledger.of("stage slots") == inputs * rows + (staged.num_kept_slots + 1) * kept
 
 
-def test_a_chunks_gradients_are_there_before_they_are_added_up():
+@pytest.mark.parametrize(
+    ("schedule", "step", "layers"),
+    [
+        ("paired_1f1b", 1, 1),
+        ("paired_1f1b", 2, 2),
+        ("interleaved", 1, 1),
+        # A chunk has four layers: as many are unrolled, and W makes as many layers' gradients.
+        ("gpipe", "all", 4),
+        ("gpipe", 8, 4),
+        ("zero_bubble", 1, 4),
+    ],
+)
+def test_gradients_are_there_before_they_are_added_up(schedule, step, layers):
+    stages = 4 if schedule == "interleaved" else 2
+    model = model_config("gqa", num_layers=4 * stages)
+    found = plan(pipeline=2, num_microbatches=4, schedule=schedule, layers_per_scan_step=step,
+                 model=model, table=None).ledger  # fmt: skip
+    elements = sum(s.size for s in describe(model) if s.path.startswith("layers."))
+    a_layer = elements // model.num_layers
+    # While a layer's attention goes back; of several chunks there is a copy of the one that runs.
+    picked = 4 * a_layer if schedule == "interleaved" else 0
+    assert found.of("buffers") == 4 * (layers * a_layer + picked)
+
+
+def test_the_gradients_of_the_last_stages_end_are_there_where_it_outweighs_a_layer():
     found = plan(pipeline=2, num_microbatches=4).ledger
-    # Two layers' gradients, while a layer's attention goes back.
-    assert found.of("buffers") == 4 * 2 * (UP + NORM)
     wide = plan(pipeline=2, num_microbatches=4, model=model_config("gqa", num_layers=3,
                 vocab_size=4096), train={"loss_chunk": 0}).ledger  # fmt: skip
     # The last stage's end: the head in use, and its gradients and the last norm's.
@@ -347,14 +369,14 @@ def test_a_way_out_names_the_schedule_that_holds_less():
 
 
 def test_the_published_layout_of_deepseek_v3_is_planned_in_ten_seconds():
-    start = time.perf_counter()
+    start = time.process_time()
     cfg = load(ROOT / "configs" / "deepseek-v3.yaml", [
         "parallel.pipeline=16", "parallel.expert=64", "parallel.fsdp=2", "parallel.zero_stage=1",
         "parallel.schedule=dualpipev", "parallel.num_microbatches=120",
     ])  # fmt: skip
     found = plan_of_config(cfg, Topology.parse("256x8:h800:ib400"))
     text = found.explain()
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert found.num_devices == 2048
     assert "16 ranks of 2 chunks, 32 stages of 2 layers, 6 masked places, 1 copy" in text
     # 4 layers of 4 experts on a rank, and the further prediction's.

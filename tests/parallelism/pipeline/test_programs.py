@@ -10,13 +10,18 @@ import pytest
 from jaxfound.communication.program import Operation
 from jaxfound.config import load
 from jaxfound.config.parallel import AXES
+from jaxfound.models import describe, execution_of
+from jaxfound.models.build import Frame
+from jaxfound.parallelism import build_mesh, make_plan
 from jaxfound.parallelism.pipeline.pipelining import schedule_of
 from jaxfound.parallelism.pipeline.ticks import place_ticks, tick_table
+from jaxfound.training.aot import abstract_step, memory_of
 from jaxfound.training.compiled_traffic import tick_shares
 from jaxfound.training.lattice import MAIN_LAYERS
 from jaxfound.training.objective import token_counts
 from jaxfound.training.step import gradients
-from jaxfound.training.trial import Trial
+from jaxfound.training.trial import FAST_TO_COMPILE, Trial
+from tests.models.tiny import model_config, run_config
 
 pytestmark = pytest.mark.multidevice
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny-dense.yaml"
@@ -49,6 +54,31 @@ def test_a_program_is_as_long_for_64_micro_batches_as_for_8(schedule):
         step = step_of(placed_for(pieces, schedule=schedule))
         lengths[pieces] = jax.jit(step).lower().as_text().count("\n")
     assert lengths[8] == lengths[64]
+
+
+def memory_of_gradients(layers_of_a_stage):
+    """Temporary bytes of a step's gradients, and the bytes of a layer's."""
+    model = model_config("gqa", num_layers=2 * layers_of_a_stage, ffn_dim=2048)
+    cfg = run_config(model, rows=4, parallel={"pipeline": 2, "num_microbatches": 4})
+    table = describe(model)
+    found = make_plan(cfg, 2, params=table)
+    mesh = build_mesh(found, devices=jax.devices()[:2])
+    _, state, batch = abstract_step(cfg, found, mesh)
+    frame = Frame(model, execution=execution_of(found, cfg.precision))
+
+    def step(state, batch):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            counts = token_counts(batch, num_depths=0)
+            return gradients(state, batch, frame=frame, cfg=cfg, counts=counts)
+
+    compiled = jax.jit(step).lower(state, batch).compile(FAST_TO_COMPILE)
+    layers = sum(4 * s.size for s in table if s.path.startswith("layers."))
+    return memory_of(compiled).temporaries, layers // model.num_layers
+
+
+def test_no_more_room_is_taken_beside_the_sums_for_six_layers_a_stage_than_for_two():
+    (few, of_a_layer), (many, _) = memory_of_gradients(2), memory_of_gradients(6)
+    assert many - few < of_a_layer
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "paired_1f1b", "zero_bubble", "dualpipev"])
