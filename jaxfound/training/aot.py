@@ -25,7 +25,8 @@ from jaxfound.resources.platform import use_virtual_cpus
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.buffers import DUMP_FOLDER, DUMP_OPTIONS, largest_buffers
 from jaxfound.training.compiled_step import CompiledStep, Memory, Took, compared
-from jaxfound.training.compiled_traffic import SLOP_DEFAULT, SLOP_FLAG, notes_of, sent_in
+from jaxfound.training.compiled_traffic import notes_of, sent_in
+from jaxfound.training.compiler_flags import SLOP_DEFAULT, SLOP_FLAG, options_for
 from jaxfound.training.events import TrainingError
 from jaxfound.training.optimizer import make_optimizer, make_schedule
 from jaxfound.training.state import TrainState, abstract_train_state
@@ -148,7 +149,8 @@ def compile_step(
         buffers = largest_buffers(Path(folder), program)
     row, capacity_bytes = hardware.find(target.kind), plan.ledger.capacity_bytes
     traced = sent_in(program, plan, host_of=hosts_of(mesh, plan, target), peaks=peaks_of(row))
-    slop = slop_percent() if row.platform == "cuda" else None
+    chosen = options_for(plan, mesh).get(SLOP_FLAG)
+    slop = int(chosen or slop_percent()) if row.platform == "cuda" else None
     notes = notes_of(traced, memory, capacity_bytes=capacity_bytes, slop_percent=slop)
     return CompiledStep(
         target=target.text,
@@ -218,7 +220,9 @@ def abstract_step(
     check_precision(cfg.precision, table)
     frame = Frame(cfg.model, execution=execution_of(plan, cfg.precision))
     tx = make_optimizer(cfg.optimizer, table, rules=plan.rules)
-    step = make_train_step(cfg, frame, tx, schedule=make_schedule(cfg), mesh=mesh)
+    step = make_train_step(
+        cfg, frame, tx, schedule=make_schedule(cfg), mesh=mesh, options=options_for(plan, mesh)
+    )
     rows = (cfg.train.batch_size, cfg.train.seq_len)
     place = batch_sharding(frame, mesh)
     numbers = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=place)

@@ -18,6 +18,7 @@ from jaxfound.parallelism.plan import ParallelPlan
 from jaxfound.resources.topology import Topology
 from jaxfound.training.buffers import source_line
 from jaxfound.training.compiled_step import Link, Memory, Sent
+from jaxfound.training.compiler_flags import SLOP_DEFAULT, SLOP_FLAG, XLA_SHARE
 
 # What a kind of collective costs; those without a line of their own in the cost model cost like
 # another.
@@ -26,11 +27,6 @@ COSTS_LIKE: Mapping[str, CollectiveName] = {
     "ragged_all_to_all": "all_to_all",
     "broadcast": "permute",
 }
-# XLA's GPU scheduler aims below this share of the memory; of what arguments leave of that, below
-# this many per cent, which is the default of the flag.
-XLA_SHARE = 0.8
-SLOP_FLAG = "xla_gpu_memory_limit_slop_factor"
-SLOP_DEFAULT = 95
 
 
 class Traced(NamedTuple):

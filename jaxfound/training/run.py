@@ -28,6 +28,7 @@ from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.signals import GracefulStop
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
+from jaxfound.training.compiler_flags import options_for
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.loop import Parts, Stop, fit
@@ -258,7 +259,10 @@ def make_parts(
 def train_step_of(run: Run) -> TrainStep:
     """Return the compiled step of a run."""
     schedule = make_schedule(run.cfg)
-    return make_train_step(run.cfg, run.frame, run.tx, schedule=schedule, mesh=run.mesh)
+    options = options_for(run.plan, run.mesh)
+    return make_train_step(
+        run.cfg, run.frame, run.tx, schedule=schedule, mesh=run.mesh, options=options
+    )
 
 
 def make_held_out(run: Run, *, rows: slice) -> Callable[[TrainState], EvalResult] | None:

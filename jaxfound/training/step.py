@@ -1,6 +1,6 @@
 """One optimizer step as one compiled program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -62,8 +62,18 @@ def make_train_step(
     *,
     schedule: Schedule,
     mesh: Mesh,
+    options: Mapping[str, str] | None = None,
 ) -> TrainStep:
-    """Return the jitted step; it consumes the state it is given (its buffers are donated)."""
+    """Return the jitted step; it consumes the state it is given (its buffers are donated).
+
+    Args:
+        cfg: the run.
+        frame: its model without arrays.
+        tx: its optimizer.
+        schedule: of the learning rate.
+        mesh: what it runs on.
+        options: of the compiler, by flag (`compiler_flags.options_for`); none by default.
+    """
     shardings = state_shardings(frame, tx, mesh=mesh)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -83,6 +93,7 @@ def make_train_step(
     return jax.jit(
         step,
         donate_argnums=0,
+        compiler_options=dict(options or {}),
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
     )
 

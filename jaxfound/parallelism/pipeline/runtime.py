@@ -25,6 +25,7 @@ from jaxfound.parallelism.pipeline.chunk import (
     walk_apart,
     walk_forward,
 )
+from jaxfound.parallelism.pipeline.interleave import interleaved
 from jaxfound.parallelism.pipeline.split import SplitBackward, split_backward
 from jaxfound.parallelism.pipeline.ticks import TickTable
 
@@ -318,8 +319,9 @@ def _weight_grad(rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
 
 
 def _pair(back: Callable[..., Done], rank: Rank, row: Tree, buffers: Buffers, sums: Sums) -> Done:
-    y = rank.forward(row, buffers)
-    sent, kept, sums = back(rank, row, buffers, sums)
+    y, (sent, kept, sums) = interleaved(
+        lambda: rank.forward(row, buffers), lambda: back(rank, row, buffers, sums)
+    )
     return sent._replace(forward=y), kept, sums
 
 

@@ -13,21 +13,28 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.core import ShapedArray, Tracer
 from jax.extend.core import (
     DebugInfo,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
     jaxpr_as_fun,
     jaxprs_in_params,
     primitives,
 )
 
+from jaxfound.parallelism.pipeline.opened import (
+    PRODUCTS,
+    Atom,
+    Opened,
+    bytes_of,
+    is_traced,
+    needed_for,
+    shape_of,
+    variables,
+)
+
 type PyTree = Any
-type Atom = Var | Literal
 
 # What W may do again instead of having the result kept: moves, and arithmetic element by element.
 # fmt: off
@@ -45,15 +52,6 @@ CHEAP = frozenset({
 # fmt: on
 # What I may do for W alone, because the result has fewer bytes than what it is made of.
 SHRINKING = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
-PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call"})
-# Calls that are opened, and the parameter that holds their program.
-CALLS = {
-    primitives.jit_p: "jaxpr",
-    primitives.remat_p: "jaxpr",
-    primitives.closed_call_p: "call_jaxpr",
-    primitives.custom_jvp_call_p: "call_jaxpr",
-    primitives.custom_vjp_call_p: "call_jaxpr",
-}
 # The price of keeping a byte, and of one that I computes for W alone: W's work stays in W unless
 # that saves memory.
 BYTE, BYTE_FOR_W, UNBOUNDED = 16, 17, 1 << 62
@@ -131,17 +129,17 @@ def split_backward(
     leaves, num_params = jax.tree.leaves((params, operands)), len(jax.tree.leaves(params))
     traced, (grads, outputs) = jax.make_jaxpr(backward, return_shape=True)(params, *operands)
     _refuse_effects(traced)
-    flat = jax.make_jaxpr(_Opened(num_params=num_params).run(traced))(*leaves)
+    flat = jax.make_jaxpr(Opened(num_params=num_params).run(traced))(*leaves)
     count = len(jax.tree.leaves(grads))
     of_grads, of_outputs = flat.outvars[:count], flat.outvars[count:]
-    constants = [v for v, c in zip(flat.constvars, flat.consts, strict=True) if not _traced(c)]
+    constants = [v for v, c in zip(flat.constvars, flat.consts, strict=True) if not is_traced(c)]
     free = [*flat.invars[:num_params], *constants]
 
     kept = _cheapest(flat, of_grads, of_outputs, free=free)
-    first = _needed(flat.eqns, [*of_outputs, *kept])
-    second = _needed(flat.eqns, of_grads, given=kept)
+    first = needed_for(flat.eqns, [*of_outputs, *kept])
+    second = needed_for(flat.eqns, of_grads, given=kept)
     return SplitBackward(
-        kept=tuple(_shape(v) for v in kept),
+        kept=tuple(shape_of(v) for v in kept),
         input_products=_products(first),
         weight_products=_products(second),
         uncut=_uncut(flat, of_grads, of_outputs),
@@ -163,50 +161,37 @@ def _refuse_effects(traced: Jaxpr) -> None:
         )
 
 
-def _needed(
-    eqns: Sequence[JaxprEqn], wanted: Iterable[Atom], *, given: Iterable[Var] = ()
-) -> list[JaxprEqn]:
-    """Return the operations, in order, that make `wanted` from the inputs and `given`."""
-    known = set(given)
-    needed, found = set(_variables(wanted)) - known, []
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            found.append(eqn)
-            needed.update(v for v in _variables(eqn.invars) if v not in known)
-    return found[::-1]
-
-
 def _program(
     flat: Jaxpr, eqns: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Atom]
 ) -> Jaxpr:
     """Return the program of these operations, with those constants of `flat` that it reads."""
-    read = {*_variables(gives), *(v for eqn in eqns for v in _variables(eqn.invars))} - {*takes}
+    read = {*variables(gives), *(v for eqn in eqns for v in variables(eqn.invars))} - {*takes}
     constants = [(v, c) for v, c in zip(flat.constvars, flat.consts, strict=True) if v in read]
-    variables, values = [v for v, _ in constants], [c for _, c in constants]
+    held, values = [v for v, _ in constants], [c for _, c in constants]
     names = DebugInfo("split_backward", "part", None, None)
-    return Jaxpr(variables, takes, gives, eqns, debug_info=names, consts=values)
+    return Jaxpr(held, takes, gives, eqns, debug_info=names, consts=values)
 
 
 def _cheapest(
     flat: Jaxpr, grads: Sequence[Atom], outputs: Sequence[Atom], *, free: Sequence[Var]
 ) -> list[Var]:
     """Return the values with the fewest bytes that I can make and that W can go on from."""
-    first = {id(eqn) for eqn in _needed(flat.eqns, outputs)}
+    first = {id(eqn) for eqn in needed_for(flat.eqns, outputs)}
     known = {*free}
-    price = {v: BYTE * _bytes(v) for v in [*flat.constvars, *flat.invars] if v not in known}
+    price = {v: BYTE * bytes_of(v) for v in [*flat.constvars, *flat.invars] if v not in known}
     # The values that W can make itself, from other values.
     origins: dict[Var, list[Var]] = {}
     for eqn in flat.eqns:
-        name, needs = eqn.primitive.name, [v for v in _variables(eqn.invars) if v not in known]
+        name, needs = eqn.primitive.name, [v for v in variables(eqn.invars) if v not in known]
         if id(eqn) in first:
-            price.update((v, BYTE * _bytes(v)) for v in eqn.outvars)
+            price.update((v, BYTE * bytes_of(v)) for v in eqn.outvars)
         elif name in CHEAP | SHRINKING and all(v in price for v in needs):
-            price.update((v, BYTE_FOR_W * _bytes(v)) for v in eqn.outvars)
+            price.update((v, BYTE_FOR_W * bytes_of(v)) for v in eqn.outvars)
         if id(eqn) not in first or name in CHEAP:
             origins.update((v, needs) for v in eqn.outvars)
 
     network = _Network()
-    todo = [v for v in _variables(grads) if v not in known]
+    todo = [v for v in variables(grads) if v not in known]
     for v in todo:
         network.connect((v, "out"), "sink", UNBOUNDED)
     seen = set(todo)
@@ -282,110 +267,11 @@ def _uncut(flat: Jaxpr, grads: Sequence[Atom], outputs: Sequence[Atom]) -> tuple
 
     Of their results there is one that nothing on the way to `outputs` reads.
     """
-    first = _needed(flat.eqns, outputs)
+    first = needed_for(flat.eqns, outputs)
     in_first = {id(eqn) for eqn in first}
-    later = [eqn for eqn in _needed(flat.eqns, grads) if id(eqn) not in in_first]
-    for_w = {*_variables(grads), *(v for eqn in later for v in _variables(eqn.invars))}
-    for_w -= {*_variables(outputs), *(v for eqn in first for v in _variables(eqn.invars))}
+    later = [eqn for eqn in needed_for(flat.eqns, grads) if id(eqn) not in in_first]
+    for_w = {*variables(grads), *(v for eqn in later for v in variables(eqn.invars))}
+    for_w -= {*variables(outputs), *(v for eqn in first for v in variables(eqn.invars))}
     found = [eqn for eqn in first if not for_w.isdisjoint(eqn.outvars)]
     counts = [(eqn.primitive.name, _products([eqn])) for eqn in found]
     return tuple(f"{name} with {count} matrix products" for name, count in counts if count)
-
-
-def _variables(atoms: Iterable[Atom]) -> list[Var]:
-    return [v for v in atoms if not isinstance(v, Literal)]
-
-
-def _bytes(v: Var) -> int:
-    shape = _shape(v)
-    return shape.size * shape.dtype.itemsize
-
-
-def _shape(v: Var) -> jax.ShapeDtypeStruct:
-    assert isinstance(v.aval, ShapedArray), v.aval
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-
-
-def _traced(constant: object) -> bool:
-    return isinstance(constant, Tracer)
-
-
-class _Opened:
-    """Runs a program operation by operation, its calls and unrolled loops opened."""
-
-    def __init__(self, *, num_params: int) -> None:
-        self._num_params = num_params
-        # Values that depend on more than parameters, by id; held so that no other gets their id.
-        self._moving: dict[int, Any] = {}
-
-    def run(self, traced: Jaxpr) -> Callable[..., list[Any]]:
-        """Return `traced` as a function of its inputs, the parameters first."""
-
-        def opened(*args: jax.Array) -> list[Any]:
-            moving = [*args[self._num_params :], *(c for c in traced.consts if _traced(c))]
-            self._moving.update((id(x), x) for x in moving)
-            return self._program(traced, args)
-
-        return opened
-
-    def _program(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*jaxpr.consts, *args], strict=True))
-        read = lambda v: v.val if isinstance(v, Literal) else values[v]
-        for eqn in jaxpr.eqns:
-            opened = self._call if eqn.primitive in CALLS else self._operation
-            if eqn.primitive is primitives.scan_p and _is_unrolled(eqn):
-                opened = self._loop
-            values.update(zip(eqn.outvars, opened(eqn, [read(v) for v in eqn.invars]), strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def _operation(self, eqn: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-        takes = [v for v in eqn.invars if isinstance(v, Var)]
-        given = [x for x, v in zip(inputs, eqn.invars, strict=True) if isinstance(v, Var)]
-        names = DebugInfo("split_backward", eqn.primitive.name, None, None)
-        alone = Jaxpr([], takes, eqn.outvars, [eqn], debug_info=names)
-        return self._made_of(given, jaxpr_as_fun(alone)(*given))
-
-    def _call(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        if eqn.primitive is primitives.remat_p and eqn.params["differentiated"]:
-            inputs = self._apart(inputs, eqn.params["prevent_cse"])
-        with jax.named_scope(str(eqn.source_info.name_stack)):
-            return self._program(eqn.params[CALLS[eqn.primitive]], inputs)
-
-    def _apart(self, inputs: list[Any], asked: bool | tuple[bool, ...]) -> list[Any]:
-        """Return the inputs of a recomputation so that no compiler merges it with the original.
-
-        Parameters stay as they are: W has them anyway.
-        """
-        flags = asked if isinstance(asked, tuple) else (asked,) * len(inputs)
-        places = [i for i, x in enumerate(inputs) if flags[i] and id(x) in self._moving]
-        if not places:
-            return inputs
-        given = [inputs[i] for i in places]
-        barred = self._made_of(given, jax.lax.optimization_barrier(given))
-        replaced = dict(zip(places, barred, strict=True))
-        return [replaced.get(i, x) for i, x in enumerate(inputs)]
-
-    def _loop(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        p = eqn.params
-        consts, carry, stacked = (list(part) for part in p["ft_in"].update(inputs).unpack())
-        steps = range(p["length"])
-        rows: dict[int, list[Any]] = {}
-        with jax.named_scope(str(eqn.source_info.name_stack)):
-            for i in reversed(steps) if p["reverse"] else steps:
-                row = [jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked]
-                for x, part in zip(stacked, row, strict=True):
-                    self._made_of([x], [part])
-                results = self._program(p["jaxpr"], [*consts, *carry, *row])
-                carry, rows[i] = results[: len(carry)], results[len(carry) :]
-            columns = zip(*(rows[i] for i in steps), strict=True)
-            return [*carry, *(self._made_of(c, [jnp.stack(c)])[0] for c in columns)]
-
-    def _made_of(self, inputs: Iterable[Any], outputs: Sequence[Any]) -> Sequence[Any]:
-        """Return `outputs`, noted as moving if an input is."""
-        if any(id(x) in self._moving for x in inputs):
-            self._moving.update((id(x), x) for x in outputs)
-        return outputs
-
-
-def _is_unrolled(scan: JaxprEqn) -> bool:
-    return 0 < scan.params["length"] <= scan.params["unroll"]

@@ -1,0 +1,89 @@
+"""The flags that a step is compiled with: one table a platform, each flag with its reason."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxfound.config.parallel import AXES
+from jaxfound.parallelism.plan import ParallelPlan
+from pallas_kernels import hardware
+
+# XLA's GPU scheduler aims below this share of the memory; of what arguments leave of that, below
+# this many per cent, which is the default of the flag.
+XLA_SHARE = 0.8
+SLOP_FLAG = "xla_gpu_memory_limit_slop_factor"
+SLOP_DEFAULT = 95
+SCHEDULER_FLAG = "xla_gpu_enable_latency_hiding_scheduler"
+
+
+class Flag(NamedTuple):
+    """A flag of the compiler.
+
+    Attributes:
+        name: as XLA has it.
+        value: for a plan on a device; None leaves the compiler's default.
+        reason: why it is not left there.
+    """
+
+    name: str
+    value: Callable[[ParallelPlan, hardware.Hardware], int | bool | None]
+    reason: str
+
+
+def scheduler_for(plan: ParallelPlan, row: hardware.Hardware) -> bool | None:
+    """Return True where stages send tokens to experts; None keeps XLA's own choice."""
+    del row
+    return True if plan.schedule is not None and plan.degrees[AXES.index("expert")] > 1 else None
+
+
+def slop_for(plan: ParallelPlan, row: hardware.Hardware) -> int | None:
+    """Return the factor that lets XLA plan with 95 % of the memory; None keeps XLA's own.
+
+    Asked for where stages pair passes, whose ticks hold two passes and have exchanges to cover.
+    Arguments are taken from the plan, which knows them to the byte. Where they alone are above what
+    XLA plans with, no factor makes room.
+    """
+    if plan.schedule is None or not plan.ledger.capacity_bytes:
+        return None
+    room = int(XLA_SHARE * row.memory_bytes) - plan.ledger.argument_bytes
+    wanted = plan.ledger.capacity_bytes * SLOP_DEFAULT // 100 - plan.ledger.argument_bytes
+    if room <= 0 or 100 * wanted // room <= SLOP_DEFAULT:
+        return None
+    return 100 * wanted // room
+
+
+FLAGS: Mapping[hardware.Platform, tuple[Flag, ...]] = {
+    "cuda": (
+        Flag(
+            SCHEDULER_FLAG,
+            scheduler_for,
+            "off by default in a program with a collective that XLA has no estimate for, such as a "
+            "ragged all_to_all; without it half of the exchanges of a tick block",
+        ),
+        Flag(
+            SLOP_FLAG,
+            slop_for,
+            "XLA plans with 80 % of a GPU's memory; above that it computes products again and "
+            "takes collectives out of the background",
+        ),
+    ),
+    "rocm": (),
+    "tpu": (),
+    "cpu": (),
+}
+
+
+def options_for(plan: ParallelPlan, mesh: Mesh) -> dict[str, str]:
+    """Return the compiler's options of a step on a mesh, by flag.
+
+    What XLA_FLAGS says of a flag stands: options would come before it.
+    """
+    said = set(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
+    row = hardware.find(mesh.devices.flat[0].device_kind)
+    found = (
+        (f.name, f.value(plan, row)) for f in FLAGS.get(row.platform, ()) if f.name not in said
+    )
+    return {name: str(value).lower() for name, value in found if value is not None}
