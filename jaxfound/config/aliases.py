@@ -56,6 +56,7 @@ SCHEDULES: tuple[tuple[Value, Value], ...] = (
     ("WSD", "wsd"),
     ("warmup_stable_decay", "wsd"),
 )
+ACTIVATIONS: tuple[tuple[Value, Value], ...] = ((True, "sequence"), (False, "replicated"))
 DTYPES: tuple[tuple[Value, Value], ...] = (("bfloat16", "bfloat16"), ("float32", "float32"))
 
 ALIASES: Mapping[str, Alias] = {
@@ -84,6 +85,7 @@ ALIASES: Mapping[str, Alias] = {
     "pipeline_model_parallel_size": Alias("parallel.pipeline"),
     "tensor_parallel_size": Alias("parallel.tensor"),
     "tensor_model_parallel_size": Alias("parallel.tensor"),
+    "sequence_parallel": Alias("parallel.activations", ACTIVATIONS),
     "context_parallel_size": Alias("parallel.context"),
     "expert_parallel_size": Alias("parallel.expert"),
     "expert_model_parallel_size": Alias("parallel.expert"),

@@ -14,6 +14,7 @@ from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.moe import MixtureOfExperts
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
+from jaxfound.parallelism.stream import from_stream, to_stream
 
 MIXERS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
 
@@ -49,25 +50,27 @@ class Block(nnx.Module):
             self.ffn = MixtureOfExperts(cfg, rngs=rngs, execution=execution, path=f"{path}.ffn")
         else:
             self.ffn = Mlp(cfg, cfg.ffn_dim, rngs=rngs, execution=execution, path=f"{path}.ffn")
+        self.rules = execution.rules
 
     def __call__(
         self, x: Float[Array, "B T D"], row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
         """Return the layer's output and, with experts, their load."""
-        x = x + self.mixer(self.mixer_norm(x), row.view)
-        return self._feed_forward(x, row)
+        mixed = self.mixer(from_stream(self.mixer_norm(x), self.rules), row.view)
+        return self._feed_forward(x + to_stream(mixed, self.rules), row)
 
     def extend(
         self, x: Float[Array, "B T D"], cache: LayerCache, row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Return the layer's output for T new tokens and the cache that holds them."""
         mixed, cache = self.mixer.extend(self.mixer_norm(x), cache, row.view)
-        return self._feed_forward(x + mixed, row)[0], cache
+        return self._feed_forward(x + to_stream(mixed, self.rules), row)[0], cache
 
     def _feed_forward(
         self, x: Float[Array, "B T D"], row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
+        normed = from_stream(self.ffn_norm(x), self.rules)
         if isinstance(self.ffn, MixtureOfExperts):
-            mixed, stats = self.ffn(self.ffn_norm(x), real=row.real)
+            mixed, stats = self.ffn(normed, real=row.real)
             return x + mixed, stats
-        return x + self.ffn(self.ffn_norm(x)), None
+        return x + to_stream(self.ffn(normed), self.rules), None

@@ -18,6 +18,7 @@ from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.models.mtp import MtpModule
 from jaxfound.parallelism.remat import rematerialize
+from jaxfound.parallelism.stream import from_stream
 
 # A block, and whether it is a layer; None where all are.
 type Layer = tuple[Block, Bool[Array, ""] | None]
@@ -27,7 +28,8 @@ class Hidden(NamedTuple):
     """The decoder's output before the head.
 
     Attributes:
-        final: normalised; the head and multi-token prediction read it [B T D].
+        final: normalised, where the residual stream lies; the head and multi-token prediction
+            read it [B T D].
         load: expert load of every layer with experts, stacked; None without experts.
     """
 
@@ -109,6 +111,7 @@ class Decoder(nnx.Module):
 
     def logits(self, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the float32 logits of normalised states."""
+        final = from_stream(final, self.execution.rules)
         return logits_of(final, self.head.matrix(self.embedding), head=self.head)
 
     def extend(

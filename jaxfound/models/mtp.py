@@ -23,6 +23,7 @@ from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.parallelism.remat import rematerialize
+from jaxfound.parallelism.stream import in_stream
 
 
 class Ahead(NamedTuple):
@@ -88,7 +89,7 @@ class MtpModule(nnx.Module):
             row: as the main model's.
         """
         joined = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
-        x = self.execution.rules.constrain(self.join(joined), "batch", "seq", "embed")
+        x = in_stream(self.join(joined), self.execution.rules)
 
         def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
             return block(x, row)

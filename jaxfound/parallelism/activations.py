@@ -95,9 +95,10 @@ def weight_grad_bytes(layout: Layout, routed: bool) -> int:
         mixer = 2 * (heads + kv_heads) * model.gqa.head_dim
     shared = model.moe.num_shared_experts * model.moe.expert_dim
     hidden = layout.channels("ffn", shared if routed else model.ffn_dim)
-    width = 4 * model.embed_dim + mixer + 3 * hidden
+    width = mixer + 3 * hidden
     scores = model.moe.num_experts * FLOAT32_BYTES if routed else 0
     tokens = layout.tokens * (width * layout.compute_bytes + scores)
+    tokens += 4 * stream_bytes(layout, routed)
     return tokens + (expert_grad_bytes(layout) if routed else 0)
 
 
@@ -128,7 +129,18 @@ def working_bytes(layout: Layout) -> int:
     kinds = [False] * has_dense_layers(model) + [True] * (model.ffn == "moe")
     widest = max(everything_bytes(layout, routed) for routed in kinds)
     piece = tile_bytes(layout) if kinds[-1] and num_pieces(layout) > 1 else 0
-    return int(WORKING_SHARE * (widest + piece)) + score_bytes(layout)
+    return int(WORKING_SHARE * (widest + piece + gathered_bytes(layout))) + score_bytes(layout)
+
+
+def gathered_bytes(layout: Layout) -> int:
+    """Return the bytes of all tokens at the products of a block, where the stream has a part.
+
+    Its input and the gradient of its output, gathered, and two products' sums before they are cut.
+    """
+    if not layout.rules.cuts_stream:
+        return 0
+    width = 2 * (layout.compute_bytes + FLOAT32_BYTES)
+    return layout.tokens * layout.cfg.model.embed_dim * width
 
 
 def has_dense_layers(model: ModelConfig) -> bool:
@@ -139,7 +151,7 @@ def has_dense_layers(model: ModelConfig) -> bool:
 def stream_bytes(layout: Layout, routed: bool) -> int:
     """Return the bytes of a layer's input: all that is kept when everything is recomputed."""
     del routed
-    return layout.tokens * layout.cfg.model.embed_dim * layout.compute_bytes
+    return layout.stream_tokens * layout.cfg.model.embed_dim * layout.compute_bytes
 
 
 def products_bytes(layout: Layout, routed: bool) -> int:
@@ -158,9 +170,10 @@ def products_bytes(layout: Layout, routed: bool) -> int:
         kv_heads = layout.channels("kv_heads", model.gqa.num_kv_heads)
         mixer = (heads + 2 * kv_heads) * model.gqa.head_dim
     hidden = moe.num_shared_experts * moe.expert_dim if routed else model.ffn_dim
-    width = 2 * model.embed_dim + mixer + 2 * layout.channels("ffn", hidden)
+    width = mixer + 2 * layout.channels("ffn", hidden)
     scores = moe.num_experts * FLOAT32_BYTES if routed else 0
-    return layout.tokens * (width * layout.compute_bytes + scores)
+    tokens = layout.tokens * (width * layout.compute_bytes + scores)
+    return tokens + 2 * stream_bytes(layout, routed)
 
 
 def everything_bytes(layout: Layout, routed: bool) -> int:
@@ -173,7 +186,7 @@ def everything_bytes(layout: Layout, routed: bool) -> int:
     ffn = routed_bytes if routed else dense_bytes
     mixer = MIXERS[layout.cfg.model.mixer](layout)
     residual = layout.cfg.model.embed_dim * (4 * FLOAT32_BYTES + 2 * layout.compute_bytes)
-    return layout.tokens * (residual + mixer) + ffn(layout)
+    return layout.stream_tokens * residual + layout.tokens * mixer + ffn(layout)
 
 
 def dense_bytes(layout: Layout) -> int:

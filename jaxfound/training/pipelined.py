@@ -38,6 +38,7 @@ from jaxfound.parallelism.pipeline.runtime import (
     run_schedule,
 )
 from jaxfound.parallelism.pipeline.stages import NO_LAYER
+from jaxfound.parallelism.stream import in_stream
 from jaxfound.training.loss import cross_entropy
 from jaxfound.training.objective import (
     MAIN_ROUTERS,
@@ -268,8 +269,8 @@ class PipelinedStep:
         return Stages(prefix, stage, end, self.pin, self.pin_chunks, self.pin_shared)
 
     def pin(self, x: jax.Array) -> jax.Array:
-        """Keep an activation where it lies over tensor."""
-        return self.rules.constrain(x, "batch", "seq", "embed")
+        """Keep an activation where the residual stream lies over tensor."""
+        return in_stream(x, self.rules)
 
     def pin_chunks(self, arrays: Arrays) -> dict[str, jax.Array]:
         """Keep arrays [chunks places ...] where their parameters lie over tensor."""

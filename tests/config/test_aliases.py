@@ -56,6 +56,7 @@ OTHER = {
     "train_micro_batch_size_per_gpu": 2,
     "train_batch_size": 24,
     "recompute_granularity": "full",
+    "sequence_parallel": False,
     "max_seq_length": 128,
     "lr": 1e-3,
     "lr_warmup_iters": 10,
