@@ -13,6 +13,7 @@ from jaxfound.models.block import Block, BlockInput
 from jaxfound.models.cache import Cache, LayerCache, slots_of
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.attention import View, cached_view
+from jaxfound.models.layers.dropout import Noise, drop
 from jaxfound.models.layers.embedding import Embedding, Head, logits_of
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
@@ -20,8 +21,8 @@ from jaxfound.models.mtp import MtpModule
 from jaxfound.parallelism.remat import rematerialize
 from jaxfound.parallelism.stream import from_stream
 
-# A block, and whether it is a layer; None where all are.
-type Layer = tuple[Block, Bool[Array, ""] | None]
+# A block; its number, None where nothing depends on it; whether it is a layer, None where all are.
+type Layer = tuple[Block, Int[Array, ""] | None, Bool[Array, ""] | None]
 
 
 class Hidden(NamedTuple):
@@ -84,27 +85,36 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         *,
         places: Int[Array, " T"] | None = None,
+        noise: Noise | None = None,
     ) -> BlockInput:
         """Return what the layers share of these rows, with the defaults filled in.
 
         Args:
             places: place of each token in its row, where rows are arranged for the context axis.
+            noise: what dropout draws its masks from; None drops nothing.
         """
         if positions is None:
             order = jnp.arange(tokens.shape[1]) if places is None else places
             positions = jnp.broadcast_to(order[None, :], tokens.shape)
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
-        return BlockInput(View(positions, segment_ids, places), real)
+        return BlockInput(View(positions, segment_ids, places), real, noise)
 
     def hidden(self, tokens: Int[Array, "B T"], row: BlockInput) -> Hidden:
         """Return the decoder's output before the head."""
         x = self.entering(tokens, row)
-        x, load = walk(self.layers, x, row, execution=self.execution)
+        first = self.cfg.num_leading_layers
+        x, load = walk(self.layers, x, row, execution=self.execution, first=first)
         return Hidden(self.final_norm(x), load)
 
     def entering(self, tokens: Int[Array, "B T"], row: BlockInput) -> Float[Array, "B T D"]:
         """Return the input of the main stack: the embedding behind the leading dense layers."""
-        x = self.embedding(tokens)
+        x = drop(
+            self.embedding(tokens),
+            row.of_layer(0).noise,
+            place="embedding",
+            rate=self.cfg.dropout,
+            rules=self.execution.rules,
+        )
         if self.leading is not None:
             x, _ = walk(self.leading, x, row, execution=self.execution)
         return x
@@ -157,18 +167,22 @@ def walk(
     row: BlockInput,
     *,
     execution: Execution,
+    first: int = 0,
+    numbers: Int[Array, " L"] | None = None,
     there: Bool[Array, " L"] | None = None,
 ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
     """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step.
 
     Args:
+        first: number of the first block among the layers of the model.
+        numbers: of the blocks, counted from `first`; 0, 1, 2 … by default.
         there: False for a block that is no layer: x passes it unchanged and it has no load. All are
             layers by default.
     """
 
     def one(x: jax.Array, layer: Layer) -> tuple[jax.Array, LoadStats | None]:
-        block, is_layer = layer
-        y, load = block(x, row)
+        block, number, is_layer = layer
+        y, load = block(x, row if number is None else row.of_layer(number + 1))
         if is_layer is None:
             return y, load
         kept = jax.tree.map(lambda a: jnp.where(is_layer, a, jnp.zeros((), a.dtype)), load)
@@ -177,7 +191,10 @@ def walk(
     num_layers = jax.tree.leaves(blocks)[0].shape[0]
     unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
     layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers)
-    return jax.lax.scan(layer, x, (blocks, there), unroll=unroll)
+    numbered: jax.Array | None = None
+    if row.noise is not None:
+        numbered = first + (jnp.arange(num_layers) if numbers is None else numbers)
+    return jax.lax.scan(layer, x, (blocks, numbered, there), unroll=unroll)
 
 
 def walk_cached(

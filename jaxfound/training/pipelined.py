@@ -20,6 +20,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.decoder import Decoder, walk
+from jaxfound.models.layers.dropout import Noise
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.parallelism.axes import only
 from jaxfound.parallelism.pipeline.forward import run_forward
@@ -76,6 +77,7 @@ def parts_of(arrays: Mapping[str, Any]) -> Parts:
 def pipelined_gradients(
     state: TrainState,
     batch: Batch,
+    noise: Noise | None,
     *,
     frame: Frame,
     cfg: RunConfig,
@@ -85,6 +87,9 @@ def pipelined_gradients(
     """Return gradients and sums of the whole batch, summed over the schedule's micro-batches.
 
     From ZeRO stage 1 on the gradients are reduced and scattered to where their moments lie, once.
+
+    Args:
+        noise: what dropout draws the masks of the whole batch from; None drops nothing.
     """
     step, table = PipelinedStep(frame, cfg, pipelining), table_of(pipelining)
 
@@ -92,7 +97,9 @@ def pipelined_gradients(
         sums = run_schedule(table, stages, inputs, rows=rows)
         return step.gradients(sums), step.terms(sums)
 
-    pieces = microbatches(batch, pipelining.num_microbatches, num_depths=cfg.model.mtp_depth)
+    pieces = microbatches(
+        batch, pipelining.num_microbatches, num_depths=cfg.model.mtp_depth, noise=noise
+    )
     gives = (step.grad_specs(), step.term_specs(pieces))
     run = step.on_devices(on_device, pieces, columns=rank_rows(table), gives=gives)
     return run(state.params, state.buffers, counts)
@@ -119,8 +126,12 @@ def pipelined_nats(
     return run(params, buffers, token_counts(batch, num_depths=0))
 
 
-def microbatches(batch: Batch, count: int, *, num_depths: int) -> Piece:
+def microbatches(
+    batch: Batch, count: int, *, num_depths: int, noise: Noise | None = None
+) -> Piece:
     """Return the micro-batches of a batch, each array [count rows T], places [T].
+
+    Of `noise` each has the key and the numbers of its rows.
 
     Row i goes to micro-batch i % count, so that a device's rows stay on the device.
     """
@@ -130,7 +141,10 @@ def microbatches(batch: Batch, count: int, *, num_depths: int) -> Piece:
         return jnp.moveaxis(a.reshape(-1, count, *a.shape[1:]), 1, 0)
 
     rows, aheads = jax.tree.map(cut, (piece.batch, piece.aheads))
-    return Piece(rows, piece.places, aheads)
+    if noise is not None:
+        keys = jnp.broadcast_to(noise.key[None], (count, *noise.key.shape))
+        noise = Noise(keys, cut(noise.rows))
+    return Piece(rows, piece.places, aheads, noise)
 
 
 class PipelinedStep:
@@ -186,7 +200,7 @@ class PipelinedStep:
                 chunks=self.in_chunks(held.chunks),
                 fixed=self.in_chunks({"buffers": fixed.chunks, "places": places}),
                 shared=held.shared,
-                pieces=(pieces.batch, pieces.aheads),
+                pieces=(pieces.batch, pieces.aheads, pieces.noise),
             )
             stages = self.model(
                 held.shared, held.chunks, fixed, counts, pieces.places, nats_only=nats_only
@@ -227,8 +241,8 @@ class PipelinedStep:
             return self.frame.bind(shared, chunk, biases, fixed.shared)
 
         def whole(piece: tuple) -> Piece:
-            batch, aheads = piece
-            return Piece(batch, places, aheads)
+            batch, aheads, noise = piece
+            return Piece(batch, places, aheads, noise)
 
         def prefix(shared: Arrays, piece: tuple) -> jax.Array:
             model, read = bind(shared, stack, fixed.chunks), whole(piece)
@@ -241,6 +255,8 @@ class PipelinedStep:
                 x,
                 row_of(model, whole(piece)),
                 execution=self.execution,
+                first=self.cfg.model.num_leading_layers,
+                numbers=fixed["places"],
                 there=fixed["places"] != NO_LAYER if masked else None,
             )
             if load is None:
@@ -361,9 +377,17 @@ class PipelinedStep:
 
     def piece_specs(self, pieces: Piece) -> Any:
         """Return how micro-batches are handed to the devices."""
-        rows = only(self.rules.activation_spec((None, "batch", "seq")), set(self.manual))
-        places = only(self.rules.activation_spec(("seq",)), set(self.manual))
-        return jax.tree.map(lambda a: places if a.ndim == 1 else rows, pieces)
+
+        def spec(*dims: str | None) -> PartitionSpec:
+            return only(self.rules.activation_spec(dims), set(self.manual))
+
+        rows, numbers = spec(None, "batch", "seq"), Noise(PartitionSpec(), spec(None, "batch"))
+        return Piece(
+            batch=jax.tree.map(lambda _: rows, pieces.batch),
+            places=None if pieces.places is None else spec("seq"),
+            aheads=jax.tree.map(lambda _: rows, pieces.aheads),
+            noise=None if pieces.noise is None else numbers,
+        )
 
     def term_specs(self, pieces: Piece) -> Any:
         """Return how the terms leave: whole, but for the counts of each rank's places."""

@@ -248,7 +248,7 @@ def stream_is_cut(trial: Trial, many: Outcome) -> Finding:
         if axes == ("tensor",) and c.kind == "all_gather" and dims_of(c)[-2:] in whole
     ]
     detail = f"tokens are gathered over tensor in {len(found)} places"
-    return Finding("activations=sequence is real", bool(found), detail)
+    return Finding("activations cut along the sequence", bool(found), detail)
 
 
 def state_is_cut(many: Outcome, one: Outcome) -> Finding:
