@@ -185,7 +185,10 @@ def everything_bytes(layout: Layout, routed: bool) -> int:
     """
     ffn = routed_bytes if routed else dense_bytes
     mixer = MIXERS[layout.cfg.model.mixer](layout)
-    residual = layout.cfg.model.embed_dim * (4 * FLOAT32_BYTES + 2 * layout.compute_bytes)
+    model = layout.cfg.model
+    # Of dropout its masks alone, one byte a channel; other policies draw them again.
+    masks = 2 if model.dropout else 0
+    residual = model.embed_dim * (4 * FLOAT32_BYTES + 2 * layout.compute_bytes + masks)
     return layout.stream_tokens * residual + layout.tokens * mixer + ffn(layout)
 
 
