@@ -78,6 +78,7 @@ ALIASES: Mapping[str, Alias] = {
     "rope_theta": Alias("model.rope.theta"),
     "rotary_base": Alias("model.rope.theta"),
     "tie_word_embeddings": Alias("model.tie_embeddings"),
+    "hidden_dropout": Alias("model.dropout"),
     "initializer_range": Alias("model.init_std"),
     "init_method_std": Alias("model.init_std"),
     # The layout.

@@ -116,9 +116,7 @@ def row_of(model: Decoder, piece: Piece) -> BlockInput:
     )
 
 
-def terms_of(
-    model: Decoder, batch: Batch, *, cfg: RunConfig, noise: Noise | None = None
-) -> Terms:
+def terms_of(model: Decoder, batch: Batch, *, cfg: RunConfig, noise: Noise | None = None) -> Terms:
     """Return the loss sums of one micro-batch.
 
     Args:

@@ -126,14 +126,11 @@ def pipelined_nats(
     return run(params, buffers, token_counts(batch, num_depths=0))
 
 
-def microbatches(
-    batch: Batch, count: int, *, num_depths: int, noise: Noise | None = None
-) -> Piece:
+def microbatches(batch: Batch, count: int, *, num_depths: int, noise: Noise | None = None) -> Piece:
     """Return the micro-batches of a batch, each array [count rows T], places [T].
 
-    Of `noise` each has the key and the numbers of its rows.
-
-    Row i goes to micro-batch i % count, so that a device's rows stay on the device.
+    Row i goes to micro-batch i % count, so that a device's rows stay on the device. Of `noise` each
+    has the key and the numbers of its rows.
     """
     piece = piece_of(batch, num_depths=num_depths)
 
@@ -142,8 +139,7 @@ def microbatches(
 
     rows, aheads = jax.tree.map(cut, (piece.batch, piece.aheads))
     if noise is not None:
-        keys = jnp.broadcast_to(noise.key[None], (count, *noise.key.shape))
-        noise = Noise(keys, cut(noise.rows))
+        noise = Noise(jnp.tile(noise.key[None], (count, 1)), cut(noise.rows))
     return Piece(rows, piece.places, aheads, noise)
 
 
@@ -376,12 +372,12 @@ class PipelinedStep:
         return self.specs(self.rules.slot_spec, self.frame.dims())[0]
 
     def piece_specs(self, pieces: Piece) -> Any:
-        """Return how micro-batches are handed to the devices."""
+        """Return how micro-batches are handed to the devices, a spec for each array."""
 
-        def spec(*dims: str | None) -> PartitionSpec:
+        def spec(*dims: str | None) -> Any:
             return only(self.rules.activation_spec(dims), set(self.manual))
 
-        rows, numbers = spec(None, "batch", "seq"), Noise(PartitionSpec(), spec(None, "batch"))
+        rows, numbers = spec(None, "batch", "seq"), Noise(spec(), spec(None, "batch"))
         return Piece(
             batch=jax.tree.map(lambda _: rows, pieces.batch),
             places=None if pieces.places is None else spec("seq"),

@@ -57,6 +57,7 @@ OTHER = {
     "train_batch_size": 24,
     "recompute_granularity": "full",
     "sequence_parallel": False,
+    "hidden_dropout": 0.0,
     "max_seq_length": 128,
     "lr": 1e-3,
     "lr_warmup_iters": 10,
