@@ -56,6 +56,7 @@ SCHEDULES: tuple[tuple[Value, Value], ...] = (
     ("WSD", "wsd"),
     ("warmup_stable_decay", "wsd"),
 )
+ACTIVATIONS: tuple[tuple[Value, Value], ...] = ((True, "sequence"), (False, "replicated"))
 DTYPES: tuple[tuple[Value, Value], ...] = (("bfloat16", "bfloat16"), ("float32", "float32"))
 
 ALIASES: Mapping[str, Alias] = {
@@ -77,6 +78,7 @@ ALIASES: Mapping[str, Alias] = {
     "rope_theta": Alias("model.rope.theta"),
     "rotary_base": Alias("model.rope.theta"),
     "tie_word_embeddings": Alias("model.tie_embeddings"),
+    "hidden_dropout": Alias("model.dropout"),
     "initializer_range": Alias("model.init_std"),
     "init_method_std": Alias("model.init_std"),
     # The layout.
@@ -84,6 +86,7 @@ ALIASES: Mapping[str, Alias] = {
     "pipeline_model_parallel_size": Alias("parallel.pipeline"),
     "tensor_parallel_size": Alias("parallel.tensor"),
     "tensor_model_parallel_size": Alias("parallel.tensor"),
+    "sequence_parallel": Alias("parallel.activations", ACTIVATIONS),
     "context_parallel_size": Alias("parallel.context"),
     "expert_parallel_size": Alias("parallel.expert"),
     "expert_model_parallel_size": Alias("parallel.expert"),

@@ -110,6 +110,12 @@ class ModelConfig(Section):
     num_dense_layers: int = key(0, "leading layers that stay dense when ffn is moe", ge=0)
     moe: MoeConfig = key(MoeConfig(), "used when ffn is moe")
     mtp_depth: int = key(0, "multi-token-prediction modules (DeepSeek-V3, 2.2)", ge=0, le=8)
+    dropout: float = key(
+        0.0,
+        "chance that training drops a channel of an embedding or of what a block adds",
+        ge=0,
+        lt=1,
+    )
     tie_embeddings: bool = key(False, "the output head is the embedding, transposed")
     norm_eps: float = key(1e-6, "added to the mean square in RMSNorm", gt=0)
     max_positions: int = key(4096, "longest sequence the model is meant for", unit="tokens", ge=1)

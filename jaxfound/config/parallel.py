@@ -9,6 +9,7 @@ from jaxfound.config.schema import Section, key
 Positive = Annotated[int, Field(ge=1)]
 AxisName = Literal["pipeline", "data", "fsdp", "expert", "context", "tensor"]
 ZeroStage = Literal[0, 1, 2, 3]
+Activations = Literal["replicated", "sequence"]
 ScheduleName = Literal[
     "gpipe", "1f1b", "paired_1f1b", "interleaved", "zero_bubble", "dualpipe", "dualpipev"
 ]
@@ -30,6 +31,11 @@ class ParallelConfig(Section):
     tensor: int = key(1, "devices that share one matrix product", ge=1)
     tensor_span: Literal["host", "cluster"] = key(
         "host", "how far tensor may reach: inside one host, or anywhere at the network's speed"
+    )
+    activations: Activations = key(
+        "replicated",
+        "tokens between blocks on the devices of tensor: replicated = all of them on each, "
+        "sequence = cut along the sequence",
     )
     zero_stage: ZeroStage = key(
         3,

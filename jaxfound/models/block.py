@@ -2,18 +2,21 @@
 
 from typing import Literal, NamedTuple
 
+import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.cache import LayerCache
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.attention import CachedView, GroupedQueryAttention, View
+from jaxfound.models.layers.dropout import Noise, Place, drop
 from jaxfound.models.layers.mla import LatentAttention
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.moe import MixtureOfExperts
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
+from jaxfound.parallelism.stream import from_stream, to_stream
 
 MIXERS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
 
@@ -24,10 +27,19 @@ class BlockInput(NamedTuple):
     Attributes:
         view: what each token may see.
         real: False for padding [B T].
+        noise: what dropout draws its masks from; None where nothing is dropped.
     """
 
     view: View | CachedView
     real: Bool[Array, "B T"]
+    noise: Noise | None = None
+
+    def of_layer(self, number: int | Int[Array, ""]) -> "BlockInput":
+        """Return the same for one layer: 0 is before the first, then those of the model in order.
+
+        The modules that look ahead come after the main stack.
+        """
+        return self if self.noise is None else self._replace(noise=self.noise.of_layer(number))
 
 
 class Block(nnx.Module):
@@ -49,25 +61,36 @@ class Block(nnx.Module):
             self.ffn = MixtureOfExperts(cfg, rngs=rngs, execution=execution, path=f"{path}.ffn")
         else:
             self.ffn = Mlp(cfg, cfg.ffn_dim, rngs=rngs, execution=execution, path=f"{path}.ffn")
+        self.rules = execution.rules
+        self.dropout = cfg.dropout
 
     def __call__(
         self, x: Float[Array, "B T D"], row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
-        """Return the layer's output and, with experts, their load."""
-        x = x + self.mixer(self.mixer_norm(x), row.view)
-        return self._feed_forward(x, row)
+        """Return the layer's output and, with experts, their load.
+
+        Args:
+            row: as `BlockInput.of_layer` gives it for this layer.
+        """
+        mixed = self.mixer(from_stream(self.mixer_norm(x), self.rules), row.view)
+        return self._feed_forward(x + self._drop(to_stream(mixed, self.rules), row, "mixer"), row)
 
     def extend(
         self, x: Float[Array, "B T D"], cache: LayerCache, row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Return the layer's output for T new tokens and the cache that holds them."""
         mixed, cache = self.mixer.extend(self.mixer_norm(x), cache, row.view)
-        return self._feed_forward(x + mixed, row)[0], cache
+        return self._feed_forward(x + to_stream(mixed, self.rules), row)[0], cache
 
     def _feed_forward(
         self, x: Float[Array, "B T D"], row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
+        normed = from_stream(self.ffn_norm(x), self.rules)
         if isinstance(self.ffn, MixtureOfExperts):
-            mixed, stats = self.ffn(self.ffn_norm(x), real=row.real)
-            return x + mixed, stats
-        return x + self.ffn(self.ffn_norm(x)), None
+            mixed, stats = self.ffn(normed, real=row.real)
+            return x + self._drop(mixed, row, "ffn"), stats
+        mixed = to_stream(self.ffn(normed), self.rules)
+        return x + self._drop(mixed, row, "ffn"), None
+
+    def _drop(self, x: Float[Array, "B T D"], row: BlockInput, place: Place) -> jax.Array:
+        return drop(x, row.noise, place=place, rate=self.dropout, rules=self.rules)

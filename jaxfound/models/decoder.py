@@ -13,18 +13,24 @@ from jaxfound.models.block import Block, BlockInput
 from jaxfound.models.cache import Cache, LayerCache, slots_of
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.attention import View, cached_view
+from jaxfound.models.layers.dropout import Noise, drop
 from jaxfound.models.layers.embedding import Embedding, Head, logits_of
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.models.mtp import MtpModule
 from jaxfound.parallelism.remat import rematerialize
+from jaxfound.parallelism.stream import from_stream
+
+# A block, and its number; None where nothing depends on it.
+type Layer = tuple[Block, Int[Array, ""] | None]
 
 
 class Hidden(NamedTuple):
     """The decoder's output before the head.
 
     Attributes:
-        final: normalised; the head and multi-token prediction read it [B T D].
+        final: normalised, where the residual stream lies; the head and multi-token prediction
+            read it [B T D].
         load: expert load of every layer with experts, stacked; None without experts.
     """
 
@@ -79,33 +85,43 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         *,
         places: Int[Array, " T"] | None = None,
+        noise: Noise | None = None,
     ) -> BlockInput:
         """Return what the layers share of these rows, with the defaults filled in.
 
         Args:
             places: place of each token in its row, where rows are arranged for the context axis.
+            noise: what dropout draws its masks from; None drops nothing.
         """
         if positions is None:
             order = jnp.arange(tokens.shape[1]) if places is None else places
             positions = jnp.broadcast_to(order[None, :], tokens.shape)
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
-        return BlockInput(View(positions, segment_ids, places), real)
+        return BlockInput(View(positions, segment_ids, places), real, noise)
 
     def hidden(self, tokens: Int[Array, "B T"], row: BlockInput) -> Hidden:
         """Return the decoder's output before the head."""
         x = self.entering(tokens, row)
-        x, load = walk(self.layers, x, row, execution=self.execution)
+        first = self.cfg.num_leading_layers
+        x, load = walk(self.layers, x, row, execution=self.execution, first=first)
         return Hidden(self.final_norm(x), load)
 
     def entering(self, tokens: Int[Array, "B T"], row: BlockInput) -> Float[Array, "B T D"]:
         """Return the input of the main stack: the embedding behind the leading dense layers."""
-        x = self.embedding(tokens)
+        x = drop(
+            self.embedding(tokens),
+            row.of_layer(0).noise,
+            place="embedding",
+            rate=self.cfg.dropout,
+            rules=self.execution.rules,
+        )
         if self.leading is not None:
             x, _ = walk(self.leading, x, row, execution=self.execution)
         return x
 
     def logits(self, final: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the float32 logits of normalised states."""
+        final = from_stream(final, self.execution.rules)
         return logits_of(final, self.head.matrix(self.embedding), head=self.head)
 
     def extend(
@@ -146,17 +162,28 @@ def stack(
 
 
 def walk(
-    blocks: Block, x: Float[Array, "B T D"], row: BlockInput, *, execution: Execution
+    blocks: Block,
+    x: Float[Array, "B T D"],
+    row: BlockInput,
+    *,
+    execution: Execution,
+    first: int = 0,
 ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
-    """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step."""
+    """Run x through stacked blocks, `layers_per_scan_step` of them unrolled in a scan step.
 
-    def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
-        return block(x, row)
+    Args:
+        first: number of the first block among the layers of the model.
+    """
+
+    def one(x: jax.Array, layer: Layer) -> tuple[jax.Array, LoadStats | None]:
+        block, number = layer
+        return block(x, row if number is None else row.of_layer(number + 1))
 
     num_layers = jax.tree.leaves(blocks)[0].shape[0]
     unroll = min(execution.layers_per_scan_step or num_layers, num_layers)
     layer = rematerialize(one, execution.remat, in_loop=unroll < num_layers)
-    return jax.lax.scan(layer, x, blocks, unroll=unroll)
+    numbers = None if row.noise is None else first + jnp.arange(num_layers)
+    return jax.lax.scan(layer, x, (blocks, numbers), unroll=unroll)
 
 
 def walk_cached(

@@ -19,10 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.block import Block, BlockInput
 from jaxfound.models.execution import Execution
+from jaxfound.models.layers.dropout import drop
 from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.parallelism.remat import rematerialize
+from jaxfound.parallelism.stream import in_stream
 
 
 class Ahead(NamedTuple):
@@ -75,6 +77,7 @@ class MtpModule(nnx.Module):
         self.block = Block(cfg, cfg.ffn, rngs=rngs, execution=execution, path=f"{path}.block")
         self.final_norm = RMSNorm(cfg.embed_dim, eps=cfg.norm_eps)
         self.execution = execution
+        self.dropout = cfg.dropout
 
     def __call__(
         self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"], row: BlockInput
@@ -85,10 +88,17 @@ class MtpModule(nnx.Module):
             hidden: the state of the depth before, normalised: `Hidden.final` of the main model, or
                 what the module before returned.
             embedded: embeddings of the tokens that this depth reads.
-            row: as the main model's.
+            row: the main model's, of this module's layer.
         """
+        embedded = drop(
+            embedded,
+            row.noise,
+            place="embedding",
+            rate=self.dropout,
+            rules=self.execution.rules,
+        )
         joined = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
-        x = self.execution.rules.constrain(self.join(joined), "batch", "seq", "embed")
+        x = in_stream(self.join(joined), self.execution.rules)
 
         def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
             return block(x, row)

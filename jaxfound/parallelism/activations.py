@@ -87,9 +87,10 @@ def weight_grad_bytes(layout: Layout, routed: bool) -> int:
         mixer = 2 * (heads + kv_heads) * model.gqa.head_dim
     shared = model.moe.num_shared_experts * model.moe.expert_dim
     hidden = layout.channels("ffn", shared if routed else model.ffn_dim)
-    width = 4 * model.embed_dim + mixer + 3 * hidden
+    width = mixer + 3 * hidden
     scores = model.moe.num_experts * FLOAT32_BYTES if routed else 0
     tokens = layout.tokens * (width * layout.compute_bytes + scores)
+    tokens += 4 * stream_bytes(layout, routed)
     return tokens + (expert_grad_bytes(layout) if routed else 0)
 
 
@@ -109,6 +110,16 @@ def expert_grad_bytes(layout: Layout) -> int:
     return layout.compute_bytes * (rows * (width + hidden) + padded * (width + 2 * hidden))
 
 
+def gathered_bytes(layout: Layout) -> int:
+    """Return the bytes of all tokens at the products of a block, where the stream has a part.
+
+    Its input and the gradient of its output, gathered.
+    """
+    if not layout.rules.cuts_stream:
+        return 0
+    return 2 * layout.tokens * layout.cfg.model.embed_dim * layout.compute_bytes
+
+
 def has_dense_layers(model: ModelConfig) -> bool:
     """Return whether some layer has a dense feed-forward, further predictions' apart."""
     return model.num_layers > model.num_moe_layers
@@ -117,7 +128,7 @@ def has_dense_layers(model: ModelConfig) -> bool:
 def stream_bytes(layout: Layout, routed: bool) -> int:
     """Return the bytes of a layer's input: all that is kept when everything is recomputed."""
     del routed
-    return layout.tokens * layout.cfg.model.embed_dim * layout.compute_bytes
+    return layout.stream_tokens * layout.cfg.model.embed_dim * layout.compute_bytes
 
 
 def products_bytes(layout: Layout, routed: bool) -> int:
@@ -143,9 +154,10 @@ def products_bytes(layout: Layout, routed: bool) -> int:
         attention = statistics_bytes(layout, heads)
         mixer += heads * value_dim
     hidden = moe.num_shared_experts * moe.expert_dim if routed else model.ffn_dim
-    width = 2 * model.embed_dim + mixer + 2 * layout.channels("ffn", hidden)
+    width = mixer + 2 * layout.channels("ffn", hidden)
     scores = moe.num_experts * FLOAT32_BYTES if routed else 0
-    return layout.tokens * (width * layout.compute_bytes + scores + attention)
+    tokens = layout.tokens * (width * layout.compute_bytes + scores + attention)
+    return tokens + 2 * stream_bytes(layout, routed)
 
 
 def everything_bytes(layout: Layout, routed: bool) -> int:
@@ -157,8 +169,11 @@ def everything_bytes(layout: Layout, routed: bool) -> int:
     """
     ffn = routed_bytes if routed else dense_bytes
     mixer = MIXERS[layout.cfg.model.mixer](layout)
-    residual = layout.cfg.model.embed_dim * (4 * FLOAT32_BYTES + 2 * layout.compute_bytes)
-    return layout.tokens * (residual + mixer) + ffn(layout)
+    model = layout.cfg.model
+    # Of dropout its masks alone, one byte a channel; other policies draw them again.
+    masks = 2 if model.dropout else 0
+    residual = model.embed_dim * (4 * FLOAT32_BYTES + 2 * layout.compute_bytes + masks)
+    return layout.stream_tokens * residual + layout.tokens * mixer + ffn(layout)
 
 
 def dense_bytes(layout: Layout) -> int:

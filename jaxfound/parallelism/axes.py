@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxfound.config.parallel import AXES, AxisName, ZeroStage
+from jaxfound.config.parallel import AXES, Activations, AxisName, ZeroStage
 from jaxfound.config.params import LAYER_DIMS
 
 BATCH_AXES: tuple[AxisName, ...] = ("data", "fsdp", "expert")
@@ -24,12 +24,16 @@ PARAM_AXES: Mapping[str, tuple[AxisName, ...]] = {
 # fsdp cuts what is kept between uses along the first of these dims, on top of the table above. An
 # array that has none of them, a norm's scale, is whole on every device.
 FSDP_DIMS = ("embed", "latent")
+# The seq dim of the residual stream: of embeddings and of what blocks read and add to.
+STREAM_SEQ = "stream_seq"
 type Dims = Sequence[str | None]
 type Axes = tuple[tuple[AxisName, ...], ...]
 
 ACTIVATION_AXES: Mapping[str, tuple[AxisName, ...]] = {
     "batch": BATCH_AXES,
     "seq": ("context",),
+    # The residual stream between blocks, where `ShardingRules.activations` is `sequence`.
+    STREAM_SEQ: ("context", "tensor"),
     # Rows that every device of the context axis holds whole, one copy each.
     "copies": ("context", *BATCH_AXES),
     "vocab": ("tensor",),
@@ -55,6 +59,7 @@ class ShardingRules:
             when there are fewer of them than tensor-parallel devices.
         zero_stage: what fsdp cuts: 0 nothing, 1 the optimizer's arrays, 2 also summed gradients,
             3 also parameters.
+        activations: whether the residual stream is whole over tensor or cut along the sequence.
         degrees: devices along each axis, in mesh order; 1 also where nobody knows, so that every
             dim divides.
 
@@ -63,6 +68,7 @@ class ShardingRules:
 
     unsplit: tuple[str, ...] = ()
     zero_stage: ZeroStage = 3
+    activations: Activations = "replicated"
     degrees: tuple[int, ...] = (1,) * len(AXES)
 
     def param_axes(self, dims: Dims, shape: Sequence[int] | None = None) -> Axes:
@@ -96,7 +102,9 @@ class ShardingRules:
 
     def activation_spec(self, dims: Dims) -> PartitionSpec:
         """Return how an activation with these dims lies on the mesh."""
-        return _spec(self._axes(dims, ACTIVATION_AXES))
+        uncut = self.activations == "replicated"
+        named = ["seq" if dim == STREAM_SEQ and uncut else dim for dim in dims]
+        return _spec(self._axes(named, ACTIVATION_AXES))
 
     def gathered_spec(self, dims: Dims) -> PartitionSpec:
         """Return how a parameter lies while it is used: whole over fsdp, split over the rest."""
@@ -109,6 +117,11 @@ class ShardingRules:
     def degree(self, axis: AxisName) -> int:
         """Return the devices along `axis`."""
         return self.degrees[AXES.index(axis)]
+
+    @property
+    def cuts_stream(self) -> bool:
+        """Whether the residual stream is cut along the sequence over tensor."""
+        return self.activations == "sequence" and self.degree("tensor") > 1
 
     def pieces(self, axes: Sequence[AxisName]) -> int:
         """Return the pieces that these axes together make of a dim."""

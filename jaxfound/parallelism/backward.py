@@ -9,17 +9,20 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxfound.parallelism.activations import (
+    gathered_bytes,
     has_dense_layers,
     num_pieces,
     num_segments,
     statistics_bytes,
+    stream_bytes,
     tile_rows,
 )
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout
 from jaxfound.parallelism.weights import waiting_bytes, widest_matrix
 
 # Streams [tokens embed] in the format of compute that wait while a layer is gone through: its
-# input, both norms' results, and the gradient that came from above.
+# input, both norms' results, and the gradient that came from above. Where the stream is cut over
+# tensor these are parts; what products read of them is gathered.
 STREAMS = 4
 # Streams in float32 where the feed-forward's inputs get their gradient: one of gate, one of up, and
 # the sum that either is added to.
@@ -90,10 +93,9 @@ def held_bytes(layout: Layout, routed: bool) -> int:
     width, model = layout.compute_bytes, layout.cfg.model
     heads = layout.channels("heads", model.num_heads)
     hidden = model.moe.num_shared_experts * model.moe.expert_dim if routed else model.ffn_dim
-    channels = (
-        STREAMS * model.embed_dim + saved_width(layout) + HIDDEN * layout.channels("ffn", hidden)
-    )
-    tokens = layout.tokens * (channels * width + statistics_bytes(layout, heads))
+    streams = STREAMS * stream_bytes(layout, routed) + gathered_bytes(layout)
+    channels = saved_width(layout) + HIDDEN * layout.channels("ffn", hidden)
+    tokens = streams + layout.tokens * (channels * width + statistics_bytes(layout, heads))
     if not routed or num_pieces(layout) > 1:
         return tokens
     return tokens + tile_rows(layout) * waiting_tile_width(layout) * width

@@ -64,6 +64,11 @@ class Layout:
         return self.rows * self.row_tokens
 
     @property
+    def stream_tokens(self) -> int:
+        """Tokens of one device in one micro-batch between blocks, in the residual stream."""
+        return self.tokens // (self.degree("tensor") if self.rules.cuts_stream else 1)
+
+    @property
     def chunk_tokens(self) -> int:
         """Tokens of a row whose logits exist at one time."""
         return min(self.cfg.train.loss_chunk or self.row_tokens, self.row_tokens)

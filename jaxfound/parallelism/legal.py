@@ -64,7 +64,12 @@ def choose_rules(
     """
     tensor, kv_heads = degrees["tensor"], cfg.model.gqa.num_kv_heads
     stage, notes = choose_zero_stage(cfg.parallel, degrees)
-    rules = ShardingRules(zero_stage=stage, degrees=tuple(degrees[a] for a in AXES))
+    activations = cfg.parallel.activations
+    if activations == "sequence" and tensor == 1:
+        notes = [*notes, "activations=sequence cuts nothing: it is cut over tensor, which is 1"]
+    rules = ShardingRules(
+        zero_stage=stage, activations=activations, degrees=tuple(degrees[a] for a in AXES)
+    )
     if cfg.model.mixer == "gqa" and kv_heads % tensor:
         note = (
             f"num_kv_heads={kv_heads} does not divide over tensor={tensor}: every tensor-parallel "
@@ -174,6 +179,7 @@ def check_cuts(
     """
     check_experts(cfg, degrees)
     check_context(cfg, degrees)
+    check_stream(cfg, degrees)
     check_dims(params, degrees, rules=rules)
 
 
@@ -217,6 +223,21 @@ def check_context(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
         f"parallel.context={degrees['context']} cuts a row into {num_chunks} chunks, two a device, "
         f"and train.seq_len={length} is no multiple of that ({length} % {num_chunks} = "
         f"{length % num_chunks}). Nearest seq_len: {nearest}"
+    )
+
+
+def check_stream(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> None:
+    """Refuse rows of which the devices of tensor cannot hold equal parts."""
+    length, context, tensor = cfg.train.seq_len, degrees["context"], degrees["tensor"]
+    pieces = (CHUNKS_EACH * context if context > 1 else 1) * tensor
+    if cfg.parallel.activations == "replicated" or length % (context * tensor) == 0:
+        return
+    below, above = length // pieces * pieces, -(-length // pieces) * pieces
+    raise PlanError(
+        f"parallel.activations=sequence cuts the {length // context} tokens of a row that a device "
+        f"has (train.seq_len={length}, context={context}) over tensor={tensor}: "
+        f"{length // context} % {tensor} = {length // context % tensor}. Nearest seq_len: "
+        f"{sorted({max(below, pieces), above})}, or parallel.activations=replicated"
     )
 
 

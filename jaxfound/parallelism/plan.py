@@ -146,6 +146,7 @@ class ParallelPlan:
             "mesh": dict(zip(AXES, self.degrees, strict=True)),
             "device_order": list(self.placement.order),
             "zero_stage": self.rules.zero_stage,
+            "activations": self.rules.activations,
             "num_microbatches": self.num_microbatches,
             "schedule": self.schedule.name if self.schedule is not None else None,
             "pipeline": self.pipeline.as_data() if self.pipeline is not None else None,
@@ -294,6 +295,9 @@ def explanation(plan: ParallelPlan) -> Iterator[str]:
     if plan.degree("fsdp") > 1:
         stage, staged = plan.rules.zero_stage, plan.schedule is not None
         yield f"ZeRO stage {stage}: fsdp cuts {CUT_TEXT[min(stage, 1) if staged else stage]}"
+    if plan.rules.cuts_stream:
+        parts = plan.degree("tensor")
+        yield f"activations: between blocks a device has one of {parts} parts of the sequence"
     yield from state_lines(plan.num_params, plan.state_bytes, num_devices=plan.num_devices)
     yield "memory of one device:"
     yield from ledger_lines(plan.ledger)

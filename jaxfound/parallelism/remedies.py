@@ -76,6 +76,8 @@ def changes(cfg: RunConfig, degrees: Mapping[AxisName, int]) -> Sequence[Change]
         found.append({"fsdp": shared, "data": 1, "zero_stage": most})
     if staged and parallel.schedule != LEAST_SCHEDULE:
         found.append({"schedule": LEAST_SCHEDULE})
+    if degrees["tensor"] > 1 and parallel.activations == "replicated":
+        found.append({"activations": "sequence"})
     if parallel.remat != "full":
         found.append({"remat": "full"})
     return found

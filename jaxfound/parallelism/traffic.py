@@ -126,7 +126,21 @@ def updated_weights(layout: Layout) -> Amount:
 
 
 def partial_sums(layout: Layout) -> Amount:
-    """Return the activations that tensor-parallel products sum, and their gradients.
+    """Return the activations that tensor-parallel products sum whole, and their gradients.
+
+    Where the residual stream is cut, those that belong to it are `scattered_sums`; of the embedding
+    the sum is made whole and cut afterwards.
+    """
+    return _sums(layout, scattered=False)
+
+
+def scattered_sums(layout: Layout) -> Amount:
+    """Return the sums of which each device needs its part of the sequence."""
+    return _sums(layout, scattered=True)
+
+
+def _sums(layout: Layout, *, scattered: bool) -> Amount:
+    """Return the sums of activations and their gradients, whole ones or those that are cut.
 
     Forward the rows of a product whose inputs are cut, backward the gradient of the inputs of each
     product whose outputs are cut: products are rounded one by one, so theirs are not added before
@@ -136,7 +150,8 @@ def partial_sums(layout: Layout) -> Amount:
     """
     sums = {"main": NOTHING, "first": NOTHING, "last": NOTHING}
     for spec in layout.trained():
-        if spec.is_matrix and "tensor" in _axes_of(spec, layout):
+        is_summed = spec.is_matrix and "tensor" in _axes_of(spec, layout)
+        if is_summed and _gives_stream(spec, layout) == scattered:
             part = "main" if not is_shared(spec) else "first" if runs_first(spec) else "last"
             times = _times_summed(spec, layout)
             channels = sums[part].num_bytes + times * _whole_channels(spec, layout)
@@ -147,6 +162,44 @@ def partial_sums(layout: Layout) -> Amount:
     calls = sum(part.calls for part in sums.values())
     num_bytes = channels * layout.tokens * FLOAT32_BYTES * layout.num_microbatches
     return Amount(num_bytes, calls * layout.num_microbatches)
+
+
+def _gives_stream(spec: ParamSpec, layout: Layout) -> bool:
+    """Return whether the sums of a matrix's products are cut along the sequence."""
+    if not layout.rules.cuts_stream or spec.path.startswith("embedding."):
+        return False
+    return "embed" in spec.dims
+
+
+def tokens_of_stream(layout: Layout) -> Amount:
+    """Return the tokens that blocks and the head gather, and the gradients of what blocks add.
+
+    Twice a layer: for the mixer and for the feed-forward. They are not kept, so the backward pass
+    gathers them again, and each sum's gradient besides; a stage that is run again, once more. The
+    head's tokens too are gathered in both directions, and the gradient of each embedding.
+    """
+    if not layout.rules.cuts_stream:
+        return NOTHING
+    staged = layout.pipeline is not None
+    ends = (2 if staged else 3) * (1 + layout.cfg.model.mtp_depth)
+    calls = (2 * (3 + staged) * layout.num_layers + ends) * layout.num_microbatches
+    row_bytes = layout.tokens * layout.cfg.model.embed_dim * layout.compute_bytes
+    return Amount(calls * row_bytes, calls)
+
+
+def stream_gradients(layout: Layout) -> Amount:
+    """Return the gradients of what is applied to each device's part of the sequence."""
+    if not layout.rules.cuts_stream:
+        return NOTHING
+    held = [layout.used_elements(s) for s in layout.trained() if applied_to_stream(s)]
+    sums = layout.num_microbatches
+    return Amount(sum(held) * FLOAT32_BYTES * sums, len(held) * sums)
+
+
+def applied_to_stream(spec: ParamSpec) -> bool:
+    """Return whether a parameter is applied between blocks: norms, and the join of a prediction."""
+    inside = ".mixer." in spec.path or ".ffn." in spec.path
+    return spec.path.endswith((".scale", ".join.kernel")) and not inside
 
 
 def _times_summed(spec: ParamSpec, layout: Layout) -> int:
@@ -215,7 +268,7 @@ def handed_on(layout: Layout) -> Amount:
     staged = layout.pipeline
     if staged is None:
         return NOTHING
-    row_bytes = layout.tokens * layout.cfg.model.embed_dim * layout.compute_bytes
+    row_bytes = layout.stream_tokens * layout.cfg.model.embed_dim * layout.compute_bytes
     return Amount(staged.num_ticks * staged.num_sends * row_bytes, staged.num_ticks)
 
 
@@ -279,7 +332,12 @@ TRAFFIC: Mapping[AxisName, tuple[Traffic, ...]] = {
         Traffic("context", "reduce_scatter", "their gradients", key_value_gradients),
         Traffic("context", "all_reduce", "gradients", gradients_over("context")),
     ),
-    "tensor": (Traffic("tensor", "all_reduce", "activations, partial sums", partial_sums),),
+    "tensor": (
+        Traffic("tensor", "all_reduce", "activations, partial sums", partial_sums),
+        Traffic("tensor", "reduce_scatter", "activations, partial sums", scattered_sums),
+        Traffic("tensor", "all_gather", "activations of the whole sequence", tokens_of_stream),
+        Traffic("tensor", "all_reduce", "gradients of norms and joins", stream_gradients),
+    ),
 }
 
 

@@ -26,6 +26,7 @@ from jaxfound.parallelism import build_mesh, make_plan
 from jaxfound.parallelism.axes import BATCH_AXES
 from jaxfound.parallelism.context import context_degree, in_order
 from jaxfound.parallelism.legal import resolve_degrees
+from jaxfound.parallelism.stream import from_stream
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device
@@ -144,7 +145,11 @@ def make_judge(frames: tuple[Frame, ...], *, chunk: int, mesh: Mesh) -> Judge:
             cut, places = arranged_for_context(batch)
             row = models[0].row(cut.tokens, cut.positions, cut.segment_ids, places=places)
             finals = [model.hidden(cut.tokens, row).final for model in models]
-            states = [in_order(x, context_degree()) for x in finals]
+            whole = [
+                from_stream(x, frame.execution.rules)
+                for x, frame in zip(finals, frames, strict=True)
+            ]
+            states = [in_order(x, context_degree()) for x in whole]
 
             def read(targets: jax.Array, *states: jax.Array) -> PerToken:
                 log_p = [

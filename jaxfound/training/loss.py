@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.models.layers.embedding import Head, logits_of
 from jaxfound.parallelism.context import parts_here
+from jaxfound.parallelism.stream import from_stream, stream_parts
 
 
 class LossSums(NamedTuple):
@@ -39,7 +40,7 @@ def cross_entropy(
     if chunk == 0 or chunk >= length:
         return _sums(x, matrix, targets, counted, head)
     # Of each device's part of a row the same number of tokens, so that no step waits for one.
-    num_parts = parts_here()
+    num_parts = parts_here() * stream_parts(x, head.execution.rules)
     of_part = max(chunk // num_parts, 1)
     missing = -(length // num_parts) % of_part
 
@@ -61,7 +62,7 @@ def cross_entropy(
 def _sums(
     x: jax.Array, matrix: jax.Array, targets: jax.Array, counted: jax.Array, head: Head
 ) -> LossSums:
-    logits_BTV = logits_of(x, matrix, head=head)
+    logits_BTV = logits_of(from_stream(x, head.execution.rules), matrix, head=head)
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     # A sum over a one-hot row and not a gather: with the vocabulary split over devices, each
     # adds its own part.

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.block import BlockInput
 from jaxfound.models.decoder import Decoder
+from jaxfound.models.layers.dropout import Noise, folded
 from jaxfound.models.layers.router import LoadStats
 from jaxfound.models.mtp import Ahead, look_ahead
 from jaxfound.parallelism.context import arranged, context_degree
@@ -79,32 +80,49 @@ class Piece(NamedTuple):
         batch: its rows.
         places: place of each token in its row, where rows are arranged [T].
         aheads: what each module of multi-token prediction reads and predicts.
+        noise: what dropout draws its masks from; None where nothing is dropped.
     """
 
     batch: Batch
     places: Int[Array, " T"] | None
     aheads: list[Ahead]
+    noise: Noise | None = None
 
 
-def piece_of(batch: Batch, *, num_depths: int) -> Piece:
+def noise_of(rng: UInt32[Array, "2"], step: Int[Array, ""], batch: Batch) -> Noise:
+    """Return what dropout draws the masks of a step's whole batch from."""
+    return Noise(folded(rng, step), jnp.arange(batch.tokens.shape[0]))
+
+
+def piece_of(batch: Batch, *, num_depths: int, noise: Noise | None = None) -> Piece:
     """Return a micro-batch as the model reads it.
 
     What the modules of multi-token prediction read is found in order, before rows are arranged.
     """
     in_order = [ahead_of(batch, depth) for depth in range(1, num_depths + 1)]
     aheads = jax.tree.map(lambda x: arranged(x, context_degree()), in_order)
-    return Piece(*arranged_for_context(batch), aheads)
+    return Piece(*arranged_for_context(batch), aheads, noise)
 
 
 def row_of(model: Decoder, piece: Piece) -> BlockInput:
     """Return what the layers share of a micro-batch's rows."""
-    batch = piece.batch
-    return model.row(batch.tokens, batch.positions, batch.segment_ids, places=piece.places)
+    batch, noise = piece.batch, piece.noise
+    return model.row(
+        batch.tokens,
+        batch.positions,
+        batch.segment_ids,
+        places=piece.places,
+        noise=None if noise is None else noise._replace(places=piece.places),
+    )
 
 
-def terms_of(model: Decoder, batch: Batch, *, cfg: RunConfig) -> Terms:
-    """Return the loss sums of one micro-batch."""
-    piece = piece_of(batch, num_depths=len(model.mtp))
+def terms_of(model: Decoder, batch: Batch, *, cfg: RunConfig, noise: Noise | None = None) -> Terms:
+    """Return the loss sums of one micro-batch.
+
+    Args:
+        noise: what dropout draws the masks of its rows from; None drops nothing.
+    """
+    piece = piece_of(batch, num_depths=len(model.mtp), noise=noise)
     hidden = model.hidden(piece.batch.tokens, row_of(model, piece))
     loads = {} if hidden.load is None else {MAIN_ROUTERS: hidden.load}
     return end_terms(model, hidden.final, piece, loads=loads, cfg=cfg)
@@ -136,7 +154,8 @@ def end_terms(
     loads = dict(loads)
     state, ahead_nats = final, []
     for i, (module, ahead) in enumerate(zip(model.mtp, piece.aheads, strict=True)):
-        state, load = module(state, model.embedding(ahead.tokens), row)
+        number = model.cfg.num_layers + 1 + i
+        state, load = module(state, model.embedding(ahead.tokens), row.of_layer(number))
         if load is not None:
             loads[f"mtp.{i}.block.ffn.router.bias"] = load
         further = cross_entropy(

@@ -19,6 +19,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.decoder import Decoder
+from jaxfound.models.layers.dropout import Noise
 from jaxfound.parallelism.axes import only
 from jaxfound.parallelism.pipeline.chunk import Layers
 from jaxfound.parallelism.pipeline.forward import run_forward
@@ -37,6 +38,7 @@ from jaxfound.parallelism.pipeline.runtime import (
     run_schedule,
 )
 from jaxfound.parallelism.pipeline.stages import NO_LAYER
+from jaxfound.parallelism.stream import in_stream
 from jaxfound.training.loss import cross_entropy
 from jaxfound.training.objective import (
     MAIN_ROUTERS,
@@ -74,6 +76,7 @@ def parts_of(arrays: Mapping[str, Any]) -> Parts:
 def pipelined_gradients(
     state: TrainState,
     batch: Batch,
+    noise: Noise | None,
     *,
     frame: Frame,
     cfg: RunConfig,
@@ -83,6 +86,9 @@ def pipelined_gradients(
     """Return gradients and sums of the whole batch, summed over the schedule's micro-batches.
 
     From ZeRO stage 1 on the gradients are reduced and scattered to where their moments lie, once.
+
+    Args:
+        noise: what dropout draws the masks of the whole batch from; None drops nothing.
     """
     step, table = PipelinedStep(frame, cfg, pipelining), table_of(pipelining)
 
@@ -90,7 +96,9 @@ def pipelined_gradients(
         sums = run_schedule(table, stages, inputs, rows=rows)
         return step.gradients(sums), step.terms(sums)
 
-    pieces = microbatches(batch, pipelining.num_microbatches, num_depths=cfg.model.mtp_depth)
+    pieces = microbatches(
+        batch, pipelining.num_microbatches, num_depths=cfg.model.mtp_depth, noise=noise
+    )
     gives = (step.grad_specs(), step.term_specs(pieces))
     run = step.on_devices(on_device, pieces, columns=rank_rows(table), gives=gives)
     return run(state.params, state.buffers, counts)
@@ -117,10 +125,11 @@ def pipelined_nats(
     return run(params, buffers, token_counts(batch, num_depths=0))
 
 
-def microbatches(batch: Batch, count: int, *, num_depths: int) -> Piece:
+def microbatches(batch: Batch, count: int, *, num_depths: int, noise: Noise | None = None) -> Piece:
     """Return the micro-batches of a batch, each array [count rows T], places [T].
 
-    Row i goes to micro-batch i % count, so that a device's rows stay on the device.
+    Row i goes to micro-batch i % count, so that a device's rows stay on the device. Of `noise` each
+    has the key and the numbers of its rows.
     """
     piece = piece_of(batch, num_depths=num_depths)
 
@@ -128,7 +137,9 @@ def microbatches(batch: Batch, count: int, *, num_depths: int) -> Piece:
         return jnp.moveaxis(a.reshape(-1, count, *a.shape[1:]), 1, 0)
 
     rows, aheads = jax.tree.map(cut, (piece.batch, piece.aheads))
-    return Piece(rows, piece.places, aheads)
+    if noise is not None:
+        noise = Noise(jnp.tile(noise.key[None], (count, 1)), cut(noise.rows))
+    return Piece(rows, piece.places, aheads, noise)
 
 
 class PipelinedStep:
@@ -181,7 +192,7 @@ class PipelinedStep:
                 chunks=self.in_chunks(held.chunks),
                 fixed=self.in_chunks({"buffers": fixed.chunks, "places": places}),
                 shared=held.shared,
-                pieces=(pieces.batch, pieces.aheads),
+                pieces=(pieces.batch, pieces.aheads, pieces.noise),
             )
             stages = self.model(
                 held.shared, held.chunks, fixed, counts, pieces.places, nats_only=nats_only
@@ -216,14 +227,14 @@ class PipelinedStep:
         nats_only: bool,
     ) -> Stages:
         """Return the model as prefix, stages and suffix."""
-        masked = self.stages.num_masked > 0
+        masked, first = self.stages.num_masked > 0, self.cfg.model.num_leading_layers + 1
 
         def bind(shared: Arrays, chunk: Arrays, biases: Arrays) -> Decoder:
             return self.frame.bind(shared, chunk, biases, fixed.shared)
 
         def whole(piece: tuple) -> Piece:
-            batch, aheads = piece
-            return Piece(batch, places, aheads)
+            batch, aheads, noise = piece
+            return Piece(batch, places, aheads, noise)
 
         def prefix(shared: Arrays, piece: tuple) -> jax.Array:
             model, read = bind(shared, stack, fixed.chunks), whole(piece)
@@ -231,7 +242,8 @@ class PipelinedStep:
 
         def layer(params: Arrays, fixed: Any, x: jax.Array, piece: tuple) -> tuple:
             model = bind(shared, params, fixed["buffers"])
-            y, load = model.layers(x, row_of(model, whole(piece)))
+            row = row_of(model, whole(piece)).of_layer(first + fixed["places"])
+            y, load = model.layers(x, row)
             if masked:
                 # A place without a layer: x passes it unchanged and it has no load.
                 there = fixed["places"] != NO_LAYER
@@ -262,8 +274,8 @@ class PipelinedStep:
         return Stages(prefix, layers, end, self.pin, self.pin_chunks, self.pin_shared)
 
     def pin(self, x: jax.Array) -> jax.Array:
-        """Keep an activation where it lies over tensor."""
-        return self.rules.constrain(x, "batch", "seq", "embed")
+        """Keep an activation where the residual stream lies over tensor."""
+        return in_stream(x, self.rules)
 
     def pin_chunks(self, arrays: Arrays) -> dict[str, jax.Array]:
         """Keep arrays [chunks places ...] where their parameters lie over tensor."""
@@ -353,10 +365,18 @@ class PipelinedStep:
         return self.specs(self.rules.slot_spec, self.frame.dims())[0]
 
     def piece_specs(self, pieces: Piece) -> Any:
-        """Return how micro-batches are handed to the devices."""
-        rows = only(self.rules.activation_spec((None, "batch", "seq")), set(self.manual))
-        places = only(self.rules.activation_spec(("seq",)), set(self.manual))
-        return jax.tree.map(lambda a: places if a.ndim == 1 else rows, pieces)
+        """Return how micro-batches are handed to the devices, a spec for each array."""
+
+        def spec(*dims: str | None) -> Any:
+            return only(self.rules.activation_spec(dims), set(self.manual))
+
+        rows, numbers = spec(None, "batch", "seq"), Noise(spec(), spec(None, "batch"))
+        return Piece(
+            batch=jax.tree.map(lambda _: rows, pieces.batch),
+            places=None if pieces.places is None else spec("seq"),
+            aheads=jax.tree.map(lambda _: rows, pieces.aheads),
+            noise=None if pieces.noise is None else numbers,
+        )
 
     def term_specs(self, pieces: Piece) -> Any:
         """Return how the terms leave: whole, but for the counts of each rank's places."""

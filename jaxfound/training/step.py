@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
@@ -17,6 +17,7 @@ from jaxfound.training.objective import (
     Terms,
     TokenCounts,
     load_imbalance,
+    noise_of,
     objective_of,
     terms_of,
     token_counts,
@@ -26,6 +27,8 @@ from jaxfound.training.pipelined import pipelined_gradients
 from jaxfound.training.state import TrainState, state_shardings
 
 type Grads = dict[str, jax.Array]
+# Numbers of a micro-batch's rows in the global batch; None where nothing depends on them.
+type Rows = Int[Array, " B"] | None
 
 
 class StepMetrics(NamedTuple):
@@ -107,31 +110,39 @@ def gradients(
     gradients of each are reduced and scattered before they are added, at 0 and 1 added whole.
     """
 
-    def objective(params: Grads, piece: Batch) -> tuple[jax.Array, Terms]:
-        terms = terms_of(frame.bind(params, state.buffers), piece, cfg=cfg)
+    noise = noise_of(state.rng, state.step, batch) if cfg.model.dropout else None
+
+    def objective(params: Grads, piece: Batch, rows: Rows) -> tuple[jax.Array, Terms]:
+        drawn = None if noise is None else noise._replace(rows=rows)
+        terms = terms_of(frame.bind(params, state.buffers), piece, cfg=cfg, noise=drawn)
         return objective_of(terms, counts, cfg=cfg), terms
 
-    def one(piece: Batch) -> tuple[Grads, Terms]:
-        grads, terms = jax.grad(objective, has_aux=True)(state.params, piece)
+    def one(piece: Batch, rows: Rows) -> tuple[Grads, Terms]:
+        grads, terms = jax.grad(objective, has_aux=True)(state.params, piece, rows)
         return grads, terms
 
     pipelining = frame.execution.pipelining
     if pipelining is not None:
         return pipelined_gradients(
-            state, batch, frame=frame, cfg=cfg, counts=counts, pipelining=pipelining
+            state, batch, noise, frame=frame, cfg=cfg, counts=counts, pipelining=pipelining
         )
+    rows = None if noise is None else noise.rows
     pieces = cfg.parallel.num_microbatches
     if pieces == 1:
-        return one(batch)
+        return one(batch, rows)
     # Row i goes to micro-batch i % pieces, so that a device's rows stay on the device.
-    cut = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, pieces, *a.shape[1:]), 1, 0), batch)
+    cut = jax.tree.map(
+        lambda a: jnp.moveaxis(a.reshape(-1, pieces, *a.shape[1:]), 1, 0), (batch, rows)
+    )
     zeros = jax.tree.map(
         lambda s: jnp.zeros(s.shape, s.dtype),
-        jax.eval_shape(one, jax.tree.map(lambda a: a[0], cut)),
+        jax.eval_shape(one, *jax.tree.map(lambda a: a[0], cut)),
     )
 
-    def add(total: tuple[Grads, Terms], piece: Batch) -> tuple[tuple[Grads, Terms], None]:
-        grads, terms = one(piece)
+    def add(
+        total: tuple[Grads, Terms], piece: tuple[Batch, Rows]
+    ) -> tuple[tuple[Grads, Terms], None]:
+        grads, terms = one(*piece)
         new = jax.tree.map(jnp.add, total, (frame.constrain_grads(grads), terms))
         return (frame.constrain_grads(new[0]), new[1]), None
 

@@ -6,7 +6,7 @@ device is equal too. So the compiled program is read as well.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jaxfound.communication import Collective
 from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.config.params import LAYER_DIMS, ParamTable
 from jaxfound.config.run import RunConfig
-from jaxfound.parallelism import make_plan
+from jaxfound.parallelism import ParallelPlan, make_plan
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.aot import compile_step
 from jaxfound.training.optimizer import optimizer_slots
@@ -54,7 +54,8 @@ def verify(
     """Yield what holds of a layout, each finding when it is known.
 
     The compiler for CPUs has no reduce_scatter for a partitioned program. Where that for GPUs is
-    installed (extra `aot`), ZeRO is looked for in the program for H200s as well.
+    installed (extra `aot`), ZeRO and a residual stream that is cut are looked for in the program
+    for H200s as well.
 
     Args:
         cfg: the run; its model is made small.
@@ -66,12 +67,22 @@ def verify(
     devices = jax.devices() if devices is None else devices
     trial = Trial(cfg, degrees)
     yield from findings(trial, {**degrees}, devices, one=trial.run({}, devices))
-    if degrees["fsdp"] > 1 and trial.cfg.parallel.zero_stage and deviceless.missing() is None:
-        yield zero_on_gpu(trial)
+    axes = scattering(trial.cfg, degrees)
+    if axes and deviceless.missing() is None:
+        yield from scatters_on_gpu(trial, axes)
 
 
-def zero_on_gpu(trial: Trial) -> Finding:
-    """Return whether the step, compiled for H200s, reduces and scatters gradients over fsdp."""
+def scattering(cfg: RunConfig, degrees: Degrees) -> list[AxisName]:
+    """Return the axes over which a step is to reduce and scatter: gradients, activations."""
+    asked: dict[AxisName, bool] = {
+        "fsdp": cfg.parallel.zero_stage > 0,
+        "tensor": cfg.parallel.activations == "sequence",
+    }
+    return [axis for axis, scatters in asked.items() if scatters and degrees[axis] > 1]
+
+
+def scatters_on_gpu(trial: Trial, axes: Sequence[AxisName]) -> Iterator[Finding]:
+    """Yield for each axis whether the step, compiled for H200s, reduces and scatters over it."""
     cfg = trial.cfg
     num_devices = math.prod(getattr(cfg.parallel, axis) for axis in AXES)
     plan = make_plan(
@@ -80,9 +91,11 @@ def zero_on_gpu(trial: Trial) -> Finding:
         params=trial.table,
         optimizer_slots=optimizer_slots(cfg.optimizer, trial.table),
     )
-    kinds = {e.collective for e in compile_step(cfg, plan).sent if "fsdp" in e.axes}
-    said = f"{', '.join(sorted(kinds)) or 'nothing'} cross fsdp"
-    return Finding("reduce_scatter on H200s", "reduce_scatter" in kinds, said)
+    sent = compile_step(cfg, plan).sent
+    for axis in axes:
+        kinds = {e.collective for e in sent if axis in e.axes}
+        said = f"{', '.join(sorted(kinds)) or 'nothing'} cross {axis}"
+        yield Finding(f"reduce_scatter over {axis} on H200s", "reduce_scatter" in kinds, said)
 
 
 def findings(
@@ -102,8 +115,11 @@ def findings(
                 many.found,
                 degree=degree_of(parallel, axis),
                 zero_stage=many.plan.rules.zero_stage,
+                tokens=token_dims(trial.cfg, many.plan),
                 matrix_sizes=matrix_sizes(trial.table),
             )
+    if many.plan.rules.cuts_stream:
+        yield stream_is_cut(trial, many)
     yield state_is_cut(many, one)
     told = f": {many.warnings[0].strip()[:200]}" if many.warnings else ""
     detail = f"{len(many.warnings)} arrays went through one device{told}"
@@ -185,12 +201,14 @@ def axis_is_real(
     degree: int,
     zero_stage: int,
     matrix_sizes: set[int],
+    tokens: Collection[tuple[int, ...]] = (),
 ) -> Finding:
     """Return whether a program has the collectives of an axis, and none that undoes it.
 
     Args:
         found: its collectives, with the axes that each crosses.
         matrix_sizes: elements of each matrix of a layer: tensor must not gather what it cut.
+        tokens: last dims of what else tensor may gather; nothing by default.
     """
     crossing = [c for c, axes in found if axis in axes]
     kinds = {c.kind for c in crossing}
@@ -200,6 +218,7 @@ def axis_is_real(
     undone: list[Collective] = []
     if axis == "tensor":
         undone = [c for c in crossing if c.kind == "all_gather" and elements(c) in matrix_sizes]
+        undone = [c for c in undone if dims_of(c)[-2:] not in tokens]
     if axis in ("data", "expert"):
         # Neither tokens nor experts.
         undone = [c for c, axes in found if axes == (axis,) and c.kind == "all_gather"]
@@ -207,6 +226,29 @@ def axis_is_real(
     said += f"; missing: {', '.join(missing)}" if missing else ""
     said += f"; gathered again: {undone[0].shape}" if undone else ""
     return Finding(f"{axis}={degree} is real", not missing and not undone, said)
+
+
+def token_dims(cfg: RunConfig, plan: ParallelPlan) -> set[tuple[int, ...]]:
+    """Return the last dims of activations that tensor gathers: of blocks, of a chunk of the loss.
+
+    Nothing where the residual stream is not cut.
+    """
+    degree = plan.degree("context")
+    row, chunk = cfg.train.seq_len // degree, cfg.train.loss_chunk
+    lengths = (row, chunk // degree, min(chunk, row)) if plan.rules.cuts_stream else ()
+    return {(length, cfg.model.embed_dim) for length in lengths}
+
+
+def stream_is_cut(trial: Trial, many: Outcome) -> Finding:
+    """Return whether blocks gather their tokens over tensor, so that each device has a part."""
+    whole = token_dims(trial.cfg, many.plan)
+    found = [
+        c
+        for c, axes in many.found
+        if axes == ("tensor",) and c.kind == "all_gather" and dims_of(c)[-2:] in whole
+    ]
+    detail = f"tokens are gathered over tensor in {len(found)} places"
+    return Finding("activations cut along the sequence", bool(found), detail)
 
 
 def state_is_cut(many: Outcome, one: Outcome) -> Finding:
@@ -231,8 +273,13 @@ def matrix_sizes(table: ParamTable) -> set[int]:
 
 def elements(collective: Collective) -> int:
     """Return the number of elements of a collective's first result."""
+    return math.prod(dims_of(collective))
+
+
+def dims_of(collective: Collective) -> tuple[int, ...]:
+    """Return the sizes of a collective's first result."""
     numbers = collective.shape.partition("[")[2].partition("]")[0]
-    return math.prod(int(n) for n in numbers.split(",") if n)
+    return tuple(int(n) for n in numbers.split(",") if n)
 
 
 def relative_error(a: np.ndarray, b: np.ndarray) -> float:

@@ -56,6 +56,8 @@ OTHER = {
     "train_micro_batch_size_per_gpu": 2,
     "train_batch_size": 24,
     "recompute_granularity": "full",
+    "sequence_parallel": False,
+    "hidden_dropout": 0.0,
     "max_seq_length": 128,
     "lr": 1e-3,
     "lr_warmup_iters": 10,

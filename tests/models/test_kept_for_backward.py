@@ -13,6 +13,7 @@ from jaxfound.models.build import Frame, describe
 from jaxfound.models.decoder import walk
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers import expert_parallel, expert_tiles
+from jaxfound.models.layers.dropout import Noise
 from jaxfound.parallelism.activations import (
     CHUNK_SCORES,
     KEPT,
@@ -38,11 +39,12 @@ GQA = {"gqa": {"num_kv_heads": 2, "head_dim": 128}}
 MLA = {"mixer": "mla", "mla": {"q_lora_rank": 96, "kv_lora_rank": 160, "qk_nope_head_dim": 128,
                                "qk_rope_head_dim": 64, "v_head_dim": 128}}  # fmt: skip
 MOE = {"ffn": "moe", "moe": {"num_experts": 8, "top_k": 2, "expert_dim": 192}}
-MODELS = {"gqa": GQA, "mla": MLA, "gqa_moe": {**GQA, **MOE}}
+MODELS = {"gqa": GQA, "mla": MLA, "gqa_moe": {**GQA, **MOE}, "gqa_dropout": {**GQA, "dropout": 0.1}}
 CASES = [
     *(("gqa", policy) for policy in KEPT),
     *(("mla", policy) for policy in ("none", "matmul_outputs")),
     *(("gqa_moe", policy) for policy in ("none", "matmul_outputs")),
+    *(("gqa_dropout", policy) for policy in KEPT),
 ]
 
 
@@ -54,7 +56,8 @@ def residual_bytes(cfg, policy):
 
     def pull(params, buffers, tokens):
         model = frame.bind(params, buffers)
-        row = model.row(tokens, tokens, tokens)
+        noise = Noise(jnp.zeros(2, jnp.uint32), tokens[:, 0]) if cfg.model.dropout else None
+        row = model.row(tokens, tokens, tokens, noise=noise)
 
         def run(layers, x):
             return walk(layers, x, row, execution=execution)[0]

@@ -17,6 +17,13 @@ V2_FILE = published.read_config("transformers/deepseek_v2")
 YARN = YARN_FILE["rope_scaling"]
 
 
+def test_dropout_of_attention_is_told_and_no_dropout_is_taken_from_a_file(tmp_path):
+    found = read({**LLAMA_FILE, "attention_dropout": 0.1}, tmp_path)
+    assert found.model.dropout == 0
+    assert any("attention_dropout=0.1 drops weights of attention" in note for note in found.notes)
+    assert not any("dropout" in note for note in read(LLAMA_FILE, tmp_path).notes)
+
+
 def read(config, tmp_path):
     return read_config(HubFolder(tmp_path, config, {}))
 

@@ -74,6 +74,16 @@ def test_activations_split_rows_over_three_axes_and_channels_over_tensor(dims, s
     assert RULES.activation_spec(dims) == spec
 
 
+def test_the_residual_stream_is_cut_along_the_sequence_where_that_is_asked_for():
+    stream, rows = ("batch", "stream_seq", "embed"), ("data", "fsdp", "expert")
+    assert RULES.activation_spec(stream) == P(rows, "context", None)
+    cut = ShardingRules(activations="sequence", degrees=(1, 1, 1, 1, 1, 2))
+    assert cut.activation_spec(stream) == P(rows, ("context", "tensor"), None)
+    assert cut.activation_spec(("batch", "seq", "embed")) == P(rows, "context", None)
+    assert cut.cuts_stream
+    assert not ShardingRules(activations="sequence").cuts_stream
+
+
 def test_a_dim_that_stays_whole_is_whole_everywhere():
     rules = ShardingRules(unsplit=("kv_heads",))
     assert rules.param_spec(("embed", "kv_heads")) == P("fsdp", None)

@@ -75,6 +75,34 @@ def test_tensor_sums_rows_forward_and_inputs_backward():
     assert again == {("tensor", "all_reduce"): (2 * 4 * 32 * tokens * 4, 8)}
 
 
+def test_a_cut_stream_scatters_the_same_sums_and_gathers_tokens():
+    norms = ParamSpec("layers.ffn_norm.scale", (2, 32), "float32", ("layers", None))
+    table = ParamTable((*TABLE.specs, norms))
+    tokens = ROWS * LENGTH
+    found = wires(tensor=2, activations="sequence", table=table)
+    assert found["tensor", "reduce_scatter"] == (2 * 3 * 32 * tokens * 4, 6)
+    # Twice a layer forward, twice again backward and the gradients of two sums; and of the ends the
+    # head's input twice and the embedding's gradient. In bfloat16.
+    calls = 2 * (2 + 4) + 3
+    assert found["tensor", "all_gather"] == (calls * 32 * tokens * 2, calls)
+    assert found["tensor", "all_reduce"] == (2 * 32 * 4, 1)
+
+
+def test_stages_hand_on_their_part_of_a_cut_stream():
+    whole = wires(pipeline=2, tensor=2, num_microbatches=4)
+    part = wires(pipeline=2, tensor=2, num_microbatches=4, activations="sequence")
+    of_whole, of_part = (found["pipeline", "permute"] for found in (whole, part))
+    assert of_part == (of_whole[0] // 2, of_whole[1])
+
+
+def test_the_latents_of_latent_attention_are_summed_whole():
+    model = model_config("mla")
+    table = ParamTable(tuple(s for s in describe(model) if ".mixer." in s.path))
+    # Gradients of the latent, of 16 channels, from keys and from values; two layers.
+    found = wires(model=model, table=table, tensor=2, activations="sequence")
+    assert found["tensor", "all_reduce"] == (2 * 2 * 16 * ROWS * LENGTH * 4, 4)
+
+
 def test_context_gathers_keys_and_values_of_whole_rows():
     # 2 heads x 8 channels of keys and of values, two layers, bfloat16, in both directions.
     whole = 2 * 2 * 2 * 8 * ROWS * LENGTH * 2

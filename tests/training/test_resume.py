@@ -56,6 +56,20 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(straight, resumed):
     assert same(state_at(cfg, 20), state_at(whole, 20))
 
 
+def test_a_resumed_run_draws_the_masks_of_dropout_that_it_would_have_drawn(straight, tmp_path):
+    runs = []
+    for name in ("straight", "resumed"):
+        cfg = beside(straight[0], tmp_path / name, "train.steps=6", "model.dropout=0.1")
+        if name == "resumed":
+            run(cfg, stop_after=4)
+        runs.append((cfg, run(cfg)))
+    (whole, events), (cfg, parts) = runs
+    assert same(state_at(cfg, 6), state_at(whole, 6))
+    assert of_kind(parts, "train", "loss") == of_kind(events, "train", "loss")[4:]
+    # Six steps of a run without dropout end elsewhere.
+    assert of_kind(events, "train", "loss") != of_kind(straight[1], "train", "loss")[:6]
+
+
 def test_the_record_of_a_resumed_run_holds_each_step_once(resumed):
     cfg, stops, _ = resumed
     records = list(read_metrics(run_directory(cfg).metrics))

@@ -13,7 +13,13 @@ from jaxfound.models import describe
 from jaxfound.parallelism.axes import ShardingRules
 from jaxfound.training.shrink import shrunk, small_degrees, smaller
 from jaxfound.training.trial import Trial
-from jaxfound.training.verify import axis_is_real, differing_leaves, relative_error, zero_on_gpu
+from jaxfound.training.verify import (
+    axis_is_real,
+    differing_leaves,
+    relative_error,
+    scattering,
+    scatters_on_gpu,
+)
 from pallas_kernels import deviceless
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -97,9 +103,32 @@ def test_an_axis_without_its_collectives_or_with_one_that_undoes_it_is_not_real(
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(("stage", "scatters"), [(0, False), (2, True)])
-def test_zero_is_looked_for_in_the_program_for_h200s(stage, scatters):
-    cfg = load(CONFIGS / "tiny-dense.yaml", [f"parallel.zero_stage={stage}"])
-    found = zero_on_gpu(Trial(cfg, degrees(fsdp=2)))
+@pytest.mark.parametrize(
+    ("axis", "key", "scatters"),
+    [
+        ("fsdp", "zero_stage=0", False),
+        ("fsdp", "zero_stage=2", True),
+        ("tensor", "activations=replicated", False),
+        ("tensor", "activations=sequence", True),
+    ],
+)
+def test_what_is_to_be_scattered_is_looked_for_in_the_program_for_h200s(axis, key, scatters):
+    cfg = load(CONFIGS / "tiny-dense.yaml", [f"parallel.{key}"])
+    (found,) = scatters_on_gpu(Trial(cfg, degrees(**{axis: 2})), [axis])
     assert found.holds is scatters, found.detail
     assert "all_reduce" in found.detail
+
+
+def test_a_step_is_to_scatter_what_zero_cuts_and_what_the_sequence_cuts():
+    both = ["parallel.zero_stage=2", "parallel.activations=sequence"]
+    cfg = load(CONFIGS / "tiny-dense.yaml", both)
+    assert scattering(cfg, degrees(fsdp=2, tensor=2)) == ["fsdp", "tensor"]
+    assert scattering(cfg, degrees(tensor=2)) == ["tensor"]
+    assert scattering(load(CONFIGS / "tiny-dense.yaml"), degrees(tensor=2)) == []
+
+
+def test_tensor_may_gather_tokens_and_no_matrix():
+    crossings = [(collective(kind), ("tensor",)) for kind in ("all_reduce", "all_gather")]
+    sizes = {"degree": 2, "zero_stage": 3, "matrix_sizes": {32}}
+    assert axis_is_real("tensor", crossings, **sizes, tokens={(4, 8)}).holds
+    assert not axis_is_real("tensor", crossings, **sizes, tokens={(8, 4)}).holds

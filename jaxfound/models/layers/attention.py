@@ -183,4 +183,4 @@ class GroupedQueryAttention(nnx.Module):
 
     def _finish(self, mixed: jax.Array) -> jax.Array:
         mixed = self.rules.constrain(mixed, "batch", "seq", "heads", None)
-        return self.rules.constrain(self.out(mixed), "batch", "seq", "embed")
+        return self.out(mixed)

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.parameter import weight
+from jaxfound.parallelism.stream import to_stream
 
 NEG_INF = -1e30
 
@@ -32,7 +33,9 @@ class Embedding(nnx.Module):
         known = (tokens >= 0) & (tokens < self.vocab_size)
         rows_read = jnp.where(known, tokens, table.shape[0])
         rows = jnp.take(table, rows_read, axis=0, mode="fill", fill_value=jnp.nan)
-        return run.rules.constrain(rows, "batch", "seq", "embed")
+        # Whole first: left to the partitioner, tokens would be cut and the table gathered.
+        rows = run.rules.constrain(rows, "batch", "seq", "embed")
+        return to_stream(rows, run.rules)
 
 
 class Head(nnx.Module):

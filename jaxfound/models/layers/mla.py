@@ -130,4 +130,4 @@ class LatentAttention(nnx.Module):
 
     def _finish(self, mixed: jax.Array) -> jax.Array:
         mixed = self.rules.constrain(mixed, "batch", "seq", "heads", None)
-        return self.rules.constrain(self.out(mixed), "batch", "seq", "embed")
+        return self.out(mixed)

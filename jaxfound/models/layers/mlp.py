@@ -38,4 +38,4 @@ class Mlp(nnx.Module):
         """Return the feed-forward of x [B T D]."""
         hidden_BTF = nnx.silu(self.gate(x)) * self.up(x)
         hidden_BTF = self.rules.constrain(hidden_BTF, "batch", "seq", "ffn")
-        return self.rules.constrain(self.down(hidden_BTF), "batch", "seq", "embed")
+        return self.down(hidden_BTF)

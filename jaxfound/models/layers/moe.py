@@ -18,7 +18,8 @@ from jaxfound.models.layers.expert_parallel import outputs_of_choices
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.parameter import weight
 from jaxfound.models.layers.router import LoadStats, Router, load_stats
-from jaxfound.parallelism.axes import free_axes, sum_over
+from jaxfound.parallelism.axes import STREAM_SEQ, free_axes, sum_over
+from jaxfound.parallelism.stream import in_stream, is_cut, to_stream
 
 # Axes that split tokens and not experts.
 TOKEN_AXES: tuple[AxisName, ...] = ("data", "fsdp", "context")
@@ -57,18 +58,19 @@ class Experts(nnx.Module):
         experts: Int[Array, "B T A"],
         weights: Float[Array, "B T A"],
     ) -> Float[Array, "B T D"]:
-        """Return each token's weighted sum over its experts."""
+        """Return each token's weighted sum over its experts, where the residual stream lies."""
         rules = self.execution.rules
         rows = rules.activation_spec(("batch", "seq", None))
+        cut = is_cut(x, rules)
         wide, narrow = ("experts", "embed", "ffn"), ("experts", "ffn", "embed")
         dims = (wide, wide, narrow)
         held = [
             self._held(k, d) for k, d in zip((self.gate, self.up, self.down), dims, strict=True)
         ]
         mix = rules.on_each_device(
-            partial(partial_mix, fsdp_dims=tuple(h.fsdp_dim for h in held)),
+            partial(partial_mix, fsdp_dims=tuple(h.fsdp_dim for h in held), cut=cut),
             takes=(rows, rows, rows, *(h.spec for h in held)),
-            gives=rows,
+            gives=rules.activation_spec(("batch", STREAM_SEQ, None)) if cut else rows,
         )
         return mix(x, experts, weights, *(h.copies for h in held))
 
@@ -111,13 +113,15 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], *, real: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], LoadStats]:
-        """Return the mix and the load; tokens that are not `real` count in neither."""
+        """Return the mix, where the residual stream lies, and the load.
+
+        Tokens that are not `real` count in neither.
+        """
         routing = self.router(x)
         mixed = self.experts(x, routing.experts, routing.weights)
         if self.shared is not None:
-            mixed = mixed + self.shared(x)
-        mixed = self.rules.constrain(mixed, "batch", "seq", "embed")
-        return mixed, load_stats(routing, real=real, cfg=self.cfg)
+            mixed = mixed + to_stream(self.shared(x), self.rules)
+        return in_stream(mixed, self.rules), load_stats(routing, real=real, cfg=self.cfg)
 
 
 def partial_mix(
@@ -126,10 +130,18 @@ def partial_mix(
     weights: Float[Array, "B T A"],
     *held: jax.Array,
     fsdp_dims: tuple[int | None, ...],
-) -> Float[Array, "B T D"]:
-    """Return `mix_experts` of a device's tokens, its channels F summed with the other devices'."""
+    cut: bool,
+) -> Float[Array, "B _ D"]:
+    """Return `mix_experts` of a device's tokens, its channels F summed with the other devices'.
+
+    Args:
+        cut: whether each device along tensor is left the sums of its part of the tokens alone.
+    """
     kernels = [whole(copy[0], dim) for copy, dim in zip(held, fsdp_dims, strict=True)]
-    return sum_over(mix_experts(x, experts, weights, *kernels), "tensor")
+    mixed = mix_experts(x, experts, weights, *kernels)
+    if cut:
+        return jax.lax.psum_scatter(mixed, "tensor", scatter_dimension=1, tiled=True)
+    return sum_over(mixed, "tensor")
 
 
 def whole(kernel: Float[Array, "_ _ _"], fsdp_dim: int | None) -> Float[Array, "_ _ _"]:

@@ -19,6 +19,7 @@ LLAMA, V2, V3 = "LlamaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausa
 MODEL_TYPES = {LLAMA: "llama", V2: "deepseek_v2", V3: "deepseek_v3"}
 FORMATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
+ATTENTION_DROPOUT = "attention_dropout"
 # Key, the values that change nothing, and what another value would ask for.
 FIXED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("hidden_act", ("silu",), "the feed-forward is SwiGLU"),
@@ -45,7 +46,7 @@ NEUTRAL = frozenset(
     (
         *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp"),
-        *("attention_dropout", "ep_size", "seq_aux", "_name_or_path", "auto_map", "return_dict"),
+        *("ep_size", "seq_aux", "_name_or_path", "auto_map", "return_dict"),
         *("output_router_logits", "router_aux_loss_coef"),
         *("output_attentions", "output_hidden_states", "is_decoder", "add_cross_attention"),
         *("quantization_config", "chunk_size_feed_forward", "pruned_heads", "is_llama_config"),
@@ -87,6 +88,7 @@ def read_config(folder: HubFolder) -> HubConfig:
     own, notes = READERS[architecture](keys, architecture)
     fp8_block = _fp8_block(keys)
     dtype = keys.word("dtype", tuple(FORMATS), default=_old_dtype(keys))
+    notes += _dropout_notes(keys)
     unknown = [key for key in keys.unread() if key not in NEUTRAL]
     if unknown:
         notes.append(f"kept, but not known here: {', '.join(unknown)}")
@@ -95,6 +97,17 @@ def read_config(folder: HubFolder) -> HubConfig:
     except ValueError as error:
         raise WeightsError(f"{folder.place} does not make a model: {_told(error)}") from error
     return HubConfig(model, architecture, dtype, fp8_block, tuple(n for n in notes if n))
+
+
+def _dropout_notes(keys: Keys) -> list[str]:
+    """Return what a file says of dropout that no model here does."""
+    rate = keys.take(ATTENTION_DROPOUT, float, 0.0)
+    if not rate:
+        return []
+    return [
+        f"{ATTENTION_DROPOUT}={rate} drops weights of attention, which no training here does: "
+        "model.dropout, of embeddings and of what blocks add, stays 0"
+    ]
 
 
 def _told(error: ValueError) -> str:

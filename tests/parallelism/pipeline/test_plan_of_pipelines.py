@@ -54,7 +54,7 @@ def plan(
     """A plan of a tiny dense model on as many devices as its axes need, or on a topology."""
     model = model or model_config("gqa", num_layers=layers)
     cfg = run_config(model, rows=rows, parallel=parallel, train=train or {})
-    count = parallel["pipeline"] * parallel.get("fsdp", 1) * parallel.get("data", 1)
+    count = math.prod(parallel.get(axis, 1) for axis in AXES)
     return make_plan(cfg, topology or count, params=table or describe(model))
 
 
@@ -147,6 +147,14 @@ def test_slots_are_those_of_the_tables_and_one_of_each_kind_for_what_nobody_need
     row_bytes = 16 // 4 * 16 * 32 * 4
     assert found.ledger.of("stage slots") == (1 + 1 + 1 + 1) * row_bytes
     assert "1 + 1 inputs, 1 + 1 gradients of stages" in found.explain()
+
+
+def test_slots_have_a_devices_part_of_a_cut_stream():
+    whole, part = (
+        plan(pipeline=2, tensor=2, num_microbatches=4, rows=16, activations=activations)
+        for activations in ("replicated", "sequence")
+    )
+    assert 2 * part.ledger.of("stage slots") == whole.ledger.of("stage slots")
 
 
 def test_a_cut_backward_pass_keeps_what_the_gradients_of_weights_are_made_from():
