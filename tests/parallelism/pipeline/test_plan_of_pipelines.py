@@ -120,6 +120,8 @@ def test_micro_batches_are_run_or_refused_with_the_next_number(schedule, pieces,
 
 # Places that hold layers on a rank, of four in all.
 HELD = {"paired_1f1b": 2, "1f1b": 2, "dualpipev": 2, "dualpipe": 4}
+# Layers of four whose gradients are there at once, beside one in use: a step's, or W's chunk.
+AT_ONCE = [("paired_1f1b", 1, 1), ("gpipe", 2, 2), ("gpipe", "all", 4), ("zero_bubble", 1, 4)]
 
 
 @pytest.mark.parametrize("schedule", HELD)
@@ -160,10 +162,6 @@ def test_a_cut_backward_pass_keeps_what_the_gradients_of_weights_are_made_from()
     assert staged.num_kept_slots > 0
     inputs = staged.num_input_slots + staged.num_grad_slots + 2
     assert found.ledger.of("stage slots") == inputs * rows + (staged.num_kept_slots + 1) * kept
-
-
-# Layers of four whose gradients are there at once, beside one in use: a step's, or W's chunk.
-AT_ONCE = [("paired_1f1b", 1, 1), ("gpipe", 2, 2), ("gpipe", "all", 4), ("zero_bubble", 1, 4)]
 
 
 @pytest.mark.parametrize(("schedule", "step", "layers"), AT_ONCE)
