@@ -239,18 +239,16 @@ class State:
         """Yield the same of a rank of a pipeline, whose gradients are added up in every tick."""
         kept, logits, own = kept_bytes(layout), logit_bytes(layout), self.gradients
         used, float32 = layout.compute_bytes, FLOAT32_BYTES
-        # Of several chunks the one that runs is picked: a copy of its parameters.
-        picked = float32 * stages.chunk if stages.num_chunks > 1 else 0
-        chunk, last = picked + float32 * stages.made_at_once, float32 * stages.last
+        chunk, last = float32 * stages.made_at_once, float32 * stages.last
         head = used * self.ends.widest + last
-        yield Peak(own, kept.main + kept.ahead, logits, picked + head)
+        yield Peak(own, kept.main + kept.ahead, logits, head)
         # The slots' room is free when parameters are updated.
         yield Peak(own, buffers=max(self.regathered - stage_slot_bytes(layout), 0))
         for m in moments:
             yield Peak(own, kept.main + m.activations, 0, chunk + m.weights, m.workspace)
             if kept.ahead:
                 ahead = kept.main + kept.ahead + m.activations
-                yield Peak(own, ahead, 0, picked + head + m.weights, m.workspace)
+                yield Peak(own, ahead, 0, head + m.weights, m.workspace)
             if kept.leading:
                 first = chunk + float32 * stages.first
                 yield Peak(own, kept.leading + m.activations, 0, first + m.weights, m.workspace)

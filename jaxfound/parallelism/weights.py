@@ -29,14 +29,12 @@ class StageElements(NamedTuple):
 
     Attributes:
         chunk: of one chunk of its layers.
-        num_chunks: how many of these it has.
         made_at_once: of a chunk, those whose gradients are made before they are added up.
         first: of what the first stage has besides its layers.
         last: of what the last has.
     """
 
     chunk: int
-    num_chunks: int
     made_at_once: int
     first: int
     last: int
@@ -138,7 +136,7 @@ def stage_elements(layout: Layout) -> StageElements | None:
         last += used if again or not runs_first(spec) else 0
     chunk = held // num_chunks
     made = chunk // layout.pipeline.stages.layers_a_chunk * layers_at_once(layout, layout.pipeline)
-    return StageElements(chunk, num_chunks, made, first, last)
+    return StageElements(chunk, made, first, last)
 
 
 def layers_at_once(layout: Layout, staged: Pipeline) -> int:

@@ -120,6 +120,8 @@ def test_micro_batches_are_run_or_refused_with_the_next_number(schedule, pieces,
 
 # Places that hold layers on a rank, of four in all.
 HELD = {"paired_1f1b": 2, "1f1b": 2, "dualpipev": 2, "dualpipe": 4}
+# Layers of four whose gradients are there at once, beside one in use: a step's, or W's chunk.
+AT_ONCE = [("paired_1f1b", 1, 1), ("gpipe", 2, 2), ("gpipe", "all", 4), ("zero_bubble", 1, 4)]
 
 
 @pytest.mark.parametrize("schedule", HELD)
@@ -170,38 +172,23 @@ def test_a_cut_backward_pass_keeps_what_the_gradients_of_weights_are_made_from()
     assert found.ledger.of("stage slots") == inputs * rows + (staged.num_kept_slots + 1) * kept
 
 
-@pytest.mark.parametrize(
-    ("schedule", "step", "layers"),
-    [
-        ("paired_1f1b", 1, 1),
-        ("paired_1f1b", 2, 2),
-        ("interleaved", 1, 1),
-        # A chunk has four layers: as many are unrolled, and W makes as many layers' gradients.
-        ("gpipe", "all", 4),
-        ("gpipe", 8, 4),
-        ("zero_bubble", 1, 4),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "step", "layers"), AT_ONCE)
 def test_gradients_are_there_before_they_are_added_up(schedule, step, layers):
-    stages = 4 if schedule == "interleaved" else 2
-    model = model_config("gqa", num_layers=4 * stages)
+    model = model_config("gqa", num_layers=8)
     found = plan(pipeline=2, num_microbatches=4, schedule=schedule, layers_per_scan_step=step,
                  model=model, table=None).ledger  # fmt: skip
-    elements = sum(s.size for s in describe(model) if s.path.startswith("layers."))
-    a_layer = elements // model.num_layers
-    # While a layer's attention goes back; of several chunks there is a copy of the one that runs.
-    picked = 4 * a_layer if schedule == "interleaved" else 0
-    assert found.of("buffers") == 4 * (layers * a_layer + picked)
+    of_layer = sum(s.size for s in describe(model) if s.path.startswith("layers.")) // 8
+    # While a layer's attention goes back.
+    assert found.of("buffers") == 4 * layers * of_layer
 
 
 def test_the_gradients_of_the_last_stages_end_are_there_where_it_outweighs_a_layer():
-    found = plan(pipeline=2, num_microbatches=4).ledger
-    wide = plan(pipeline=2, num_microbatches=4, model=model_config("gqa", num_layers=3,
-                vocab_size=4096), train={"loss_chunk": 0}).ledger  # fmt: skip
+    model = model_config("gqa", num_layers=3, vocab_size=4096)
+    wide = plan(pipeline=2, num_microbatches=4, model=model, train={"loss_chunk": 0}).ledger
     # The last stage's end: the head in use, and its gradients and the last norm's.
     assert wide.of("buffers") == 4 * EMBEDDING + 4 * (EMBEDDING + FINAL)
     assert wide.of("logits") == 4 * 16 * 4096 * 4 * 3
-    assert wide.of("gradients") == found.of("gradients")
+    assert wide.of("gradients") == plan(pipeline=2, num_microbatches=4).ledger.of("gradients")
 
 
 def test_stages_keep_what_one_micro_batch_needs_however_many_are_in_flight():
