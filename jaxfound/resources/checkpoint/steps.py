@@ -17,16 +17,21 @@ DELETING = ".deleting"
 
 def committed(directory: Path) -> tuple[int, ...]:
     """Return the committed steps under `directory`, smallest first, compared as numbers."""
-    return tuple(sorted(int(p.name) for p in _entries(directory) if is_step(p) and is_committed(p)))
+    return tuple(sorted(int(p.name) for p in folders(directory) if is_step(p) and is_committed(p)))
 
 
 def incomplete(directory: Path) -> tuple[str, ...]:
     """Return the names of saves that never became checkpoints."""
     return tuple(
         p.name
-        for p in _entries(directory)
+        for p in folders(directory)
         if p.name.endswith(SAVING) or (is_step(p) and not is_committed(p))
     )
+
+
+def folders(directory: Path) -> list[Path]:
+    """Return the sub-directories of `directory`, none when it does not exist."""
+    return sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
 
 
 def is_step(path: Path) -> bool:
@@ -48,20 +53,21 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(saving: Path) -> Path:
-    """Turn the finished directory `saving` into a committed step and return its new path.
+    """Turn the finished directory `saving`, STEP and a suffix, into the committed step STEP.
 
     Everything inside is on disk before the rename, and the rename is on disk afterwards; a
     committed step of the same number goes away in between.
     """
     for path in [saving, *saving.rglob("*")]:
-        _sync(path)
-    final = saving.with_suffix("")
-    old = final.with_suffix(DELETING)
+        sync(path)
+    step = saving.name.partition(".")[0]
+    final = saving.with_name(step)
+    old = saving.with_name(f"{step}{DELETING}")
     discard(old)
     if final.exists():
         final.rename(old)
     saving.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     discard(old)
     return final
 
@@ -76,7 +82,7 @@ def remove(directory: Path, step: int) -> None:
 
 def sweep(directory: Path) -> None:
     """Delete what interrupted saves and deletions left behind."""
-    for path in _entries(directory):
+    for path in folders(directory):
         if path.name.endswith((SAVING, DELETING)):
             discard(path)
 
@@ -87,12 +93,7 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _entries(directory: Path) -> list[Path]:
-    """Return the sub-directories of `directory`, none when it does not exist."""
-    return sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the file or directory `path` is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
