@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfound.resources.checkpoint.leaves import LeafPath, is_key
-from jaxfound.resources.topology import Device
 
 # Knuth's multiplier: indices that differ in one dimension get weights far apart.
 MULTIPLIER = 2654435761
@@ -38,7 +37,7 @@ class Prints:
     """
 
     def __init__(self, table: Mapping[LeafPath, jax.Array]) -> None:
-        groups: dict[frozenset[Device], list[LeafPath]] = defaultdict(list)
+        groups: dict[frozenset[object], list[LeafPath]] = defaultdict(list)
         for path, leaf in table.items():
             # One program runs on one set of devices.
             groups[frozenset(leaf.sharding.device_set)].append(path)

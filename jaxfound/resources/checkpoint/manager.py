@@ -249,7 +249,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"no committed step {step} in {self.directory}; there are {list(known)}"
             )
-        return manifests.read(self.directory / str(step))
+        return manifests.read_step(self.directory, step)
 
     def restore(
         self, step: int, *, like: object, unread: Literal["refuse", "allow"] = "refuse"
@@ -313,6 +313,10 @@ class CheckpointManager:
 
     def _open_writer(self) -> Writer:
         if self._writer is None:
+            if not self._transit.is_plain and self._plane.is_first:
+                # An uploader would take them for newer than what this run saves next.
+                for step in self._restorer.damaged:
+                    steps.set_aside(self.directory, step)
             self._writer = Writer(self._transit.saver(), committed=self._after_commit)
         return self._writer
 
@@ -361,9 +365,8 @@ class CheckpointManager:
             return self.steps()
         if self._ahead is None:
             told = json.dumps(self.steps() if self._plane.is_first else ())
-            self._ahead = tuple(
-                cast(list[int], json.loads(self._plane.broadcast("checkpoint/ahead", told)))
-            )
+            told = self._plane.broadcast("checkpoint/ahead", told)
+            self._ahead = tuple(cast(list[int], json.loads(told)))
         return self._ahead
 
     def _after_commit(self, newest: int) -> None:

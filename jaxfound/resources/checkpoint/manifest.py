@@ -142,6 +142,16 @@ def read(directory: Path, *, name: str = MANIFEST) -> Manifest:
     return _of_json(body)
 
 
+def read_step(directory: Path, step: int) -> Manifest:
+    """Return the manifest of the committed `step` under `directory`; raises as `read` does."""
+    found = read(directory / str(step))
+    if found.step != step:
+        raise DamagedCheckpointError(
+            f"{directory / str(step)} holds step {found.step}: it was renamed or copied over"
+        )
+    return found
+
+
 def sum_body(body: Mapping[str, object]) -> str:
     """Return the sum of a manifest's fields, whatever the spacing of its text."""
     algorithm = ALGORITHMS.get(cast(int, body["format_version"]), ALGORITHMS[FORMAT_VERSION])

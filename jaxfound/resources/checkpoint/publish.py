@@ -78,7 +78,7 @@ def publish(shared: SharedTier, key: Key, *, is_first: bool) -> Path | None:
 
 
 def prune(shared: SharedTier, *, newest: Key, keep: int) -> list[int]:
-    """Delete what `keep` does not cover up to the step just committed, and uploads it overtook."""
+    """Delete what `keep` does not cover up to the step just committed, and what it has overtaken."""
     known = [step for step in steps.committed(shared.root) if step <= newest.step]
     doomed = choose.doomed(known, keep=keep)
     for step in doomed:
@@ -86,6 +86,10 @@ def prune(shared: SharedTier, *, newest: Key, keep: int) -> list[int]:
         log.info("checkpoint.pruned", extra={"step": step})
     for key, path in shared.begun().items():
         if key.step <= newest.step and key != newest:
+            steps.discard(path)
+    for path in steps.folders(shared.root):
+        step = path.name.removesuffix(steps.DAMAGED)
+        if path.name.endswith(steps.DAMAGED) and int(step) <= newest.step:
             steps.discard(path)
     return doomed
 

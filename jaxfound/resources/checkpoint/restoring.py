@@ -115,8 +115,8 @@ class Restorer:
         """
         if candidate.tier == "local":
             return self._here[candidate.key]
-        path = self.directory / str(candidate.key.step)
-        return Found(path, manifests.read(path))
+        step = candidate.key.step
+        return Found(self.directory / str(step), manifests.read_step(self.directory, step))
 
     def damage(self, candidate: Candidate) -> str:
         """Return what any process found wrong with the files of `candidate`; empty when nothing."""
@@ -250,7 +250,7 @@ class Restorer:
     def _shared_key(self, step: int) -> Key:
         """Return the key of a committed step; one with a damaged manifest is found out later."""
         try:
-            return manifests.read(self.directory / str(step)).key
+            return manifests.read_step(self.directory, step).key
         except DamagedCheckpointError:
             return Key(step, "unreadable")
 

@@ -11,14 +11,29 @@ that every host has are brought there by all hosts together.
 # pyright: reportUnknownArgumentType=false
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from jaxfound.resources.checkpoint.leaves import LeafPath, unwrap
 from jaxfound.resources.checkpoint.manifest import Box
 from jaxfound.resources.checkpoint.snapshot import host_sharding
-from jaxfound.resources.topology import Device
+
+
+@runtime_checkable
+class Device(Protocol):
+    """What this file asks of a device; jax's own class has no types."""
+
+    @property
+    def id(self) -> int:
+        """Its number in the job."""
+        ...
+
+    @property
+    def process_index(self) -> int:
+        """The process that drives it."""
+        ...
+
 
 # Says which process drives a device.
 type ProcessOf = Callable[[Device], int]

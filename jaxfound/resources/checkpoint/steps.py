@@ -2,6 +2,7 @@
 
 40/             committed: the name is the step, the manifest is inside
 60.saving/      being written; becomes 60 by one rename
+60.damaged/     set aside: found damaged when a run went on from an older step
 20.deleting/    no longer a checkpoint; what a killed deletion left
 """
 
@@ -13,6 +14,7 @@ from jaxfound.resources.checkpoint.manifest import MANIFEST
 
 SAVING = ".saving"
 DELETING = ".deleting"
+DAMAGED = ".damaged"
 
 
 def committed(directory: Path) -> tuple[int, ...]:
@@ -78,6 +80,14 @@ def remove(directory: Path, step: int) -> None:
     discard(doomed)
     (directory / str(step)).rename(doomed)
     discard(doomed)
+
+
+def set_aside(directory: Path, step: int) -> None:
+    """Take a damaged step out of the committed ones without deleting it, if it is there."""
+    path, aside = directory / str(step), directory / f"{step}{DAMAGED}"
+    if path.exists():
+        discard(aside)
+        path.rename(aside)
 
 
 def sweep(directory: Path) -> None:

@@ -91,7 +91,7 @@ class LocalTier:
         """Yield every readable part that was written to this very disk, with its folder."""
         for slot in steps.folders(self.root):
             for step in steps.committed(slot):
-                found = _read_part(slot / str(step))
+                found = _read(slot, step)
                 if found is not None and found.part is not None and found.part.host == self.host:
                     yield slot / str(step), found
 
@@ -111,7 +111,7 @@ class SharedTier:
         """Return the whole checkpoints with readable manifests."""
         found: dict[Key, Path] = {}
         for step in steps.committed(self.root):
-            manifest = _read_part(self.root / str(step))
+            manifest = _read(self.root, step)
             if manifest is not None:
                 found[manifest.key] = self.root / str(step)
         return found
@@ -136,9 +136,9 @@ def new_attempt() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _read_part(directory: Path) -> Manifest | None:
+def _read(directory: Path, step: int) -> Manifest | None:
     try:
-        return manifests.read(directory)
+        return manifests.read_step(directory, step)
     except DamagedCheckpointError:
         return None
 
