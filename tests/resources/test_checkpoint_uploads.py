@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +16,8 @@ from tests.resources import probe
 from tests.resources.hosts import Hosts, flip, largest, records, state_at, work
 
 pytestmark = pytest.mark.multidevice
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_file_that_rots_before_it_is_copied_is_named_and_nothing_is_published(tmp_path):
@@ -187,3 +191,30 @@ def test_uploads_that_a_newer_step_has_overtaken_are_cleared_away(tmp_path):
     hosts.upload()
     assert hosts.shared.begun() == {}
     assert hosts.restored() == 4
+
+
+# Place, and whether saves go to an own disk first: the steps a new start may find.
+KILLS = {
+    "save.local": {2},
+    "save.manifest": {2},
+    "restore": {2},
+    "save.local@disk": {2},
+    "save.manifest@disk": {2},
+    "save.upload@disk": {4},
+    "save.merge@disk": {4},
+    "restore@disk": {2},
+}
+
+
+@pytest.mark.multiprocess
+def test_a_kill_at_any_place_leaves_what_was_committed_and_the_next_start_goes_on(tmp_path):
+    command = [sys.executable, "-m", "tests.resources.checkpoint_kill", str(tmp_path), *KILLS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [entry["place"] for entry in told] == list(KILLS)
+    for entry in told:
+        assert entry["killed"], entry
+        assert entry["code"] == 0, entry
+        assert entry["after"]["restored"] in KILLS[entry["place"]], entry
+        assert entry["after"]["steps"][-1] == 6, entry
