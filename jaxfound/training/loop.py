@@ -14,6 +14,7 @@ from jaxfound.data.batch import Batch
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.step_timer import StepTime, StepTimer
+from jaxfound.training.checkpoints import committed as saves_told
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import Event, NonFiniteError
 from jaxfound.training.state import TrainState
@@ -91,13 +92,16 @@ def fit(
         if evaluates and parts.evaluate is not None and bad is None:
             yield held_out(parts.evaluate(state), step=done)
         if saves or asked or bad is not None:
-            yield from save(state, parts, step=done, cfg=cfg)
+            must = done == steps or bool(asked) or bad is not None
+            yield from save(state, parts, step=done, cfg=cfg, must=must)
         if bad is not None:
             parts.checkpoints.wait()
             raise bad
         if pauses:
             watch.timer.restart(now=clock())
     parts.checkpoints.wait()
+    if done == steps:
+        parts.checkpoints.finish_uploads(limit_s=cfg.checkpoint.upload_wait_s)
     yield from committed(parts)
     if done < steps:
         yield Event("stopped", done, {"signal": asked, "steps": steps})
@@ -178,8 +182,13 @@ def train_values(
     return values
 
 
-def save(state: TrainState, parts: Parts, *, step: int, cfg: RunConfig) -> Iterator[Event]:
-    """Snapshot the state as `step`; what was committed meanwhile is told."""
+def save(
+    state: TrainState, parts: Parts, *, step: int, cfg: RunConfig, must: bool
+) -> Iterator[Event]:
+    """Snapshot the state as `step`, if it `must` be even when the one before is still written.
+
+    What was committed meanwhile is told.
+    """
     metadata = {
         "data_position": step,
         "batch_size": cfg.train.batch_size,
@@ -187,15 +196,13 @@ def save(state: TrainState, parts: Parts, *, step: int, cfg: RunConfig) -> Itera
         "seed": cfg.seed,
         "optimizer": cfg.optimizer.name,
     }
-    parts.checkpoints.save(step, parts.to_saved(state)._asdict(), metadata)
+    parts.checkpoints.save(step, parts.to_saved(state)._asdict(), metadata, must=must)
     yield from committed(parts)
 
 
 def committed(parts: Parts) -> Iterator[Event]:
-    """Yield an event for each checkpoint that reached the disk since the last call."""
-    for report in parts.checkpoints.take_reports():
-        values = {k: v for k, v in report._asdict().items() if k != "step"}
-        yield Event("checkpoint", report.step, values)
+    """Yield an event for what became of each save since the last call."""
+    yield from saves_told(parts.checkpoints)
 
 
 def save_batch(batch: Batch, *, directory: RunDirectory, step: int) -> Path:

@@ -22,6 +22,7 @@ from jaxfound.models import check_precision, describe, execution_of
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.checkpoint import CheckpointManager
+from jaxfound.resources.control import ControlPlane
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
@@ -29,6 +30,7 @@ from jaxfound.resources.signals import GracefulStop
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
 from jaxfound.training.compiler_flags import options_for
+from jaxfound.training.checkpoints import open_checkpoints
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.loop import Parts, Stop, fit
@@ -167,10 +169,11 @@ def train(
             signals = opened.enter_context(GracefulStop())
             stop = lambda: signals.signal_name
         checkpoints = opened.enter_context(
-            CheckpointManager(
+            open_checkpoints(
+                cfg.checkpoint,
                 run.directory.checkpoints,
-                keep=cfg.checkpoint.keep,
-                mode=cfg.checkpoint.mode,
+                mesh=run.mesh,
+                plane=ControlPlane.of_job(),
             )
         )
         if is_done(cfg, checkpoints):
@@ -200,6 +203,7 @@ def told(
         state = first_state(run)
     else:
         yield Event("resume", int(state.step), {"steps": cfg.train.steps})
+    checkpoints.warm(run.saved.natural(state)._asdict())
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
     yield from fit(cfg, state, parts, stop=stop, directory=run.directory)

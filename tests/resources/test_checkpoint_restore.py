@@ -229,9 +229,9 @@ def test_a_checkpoint_of_a_later_format_is_refused_not_passed_over(two_steps, tm
     from jaxfound.resources.checkpoint import manifest
 
     body = json.loads(path.read_text())
-    del body["own_crc32"]
+    del body["own_sum"]
     body["format_version"] = 99
-    body["own_crc32"] = manifest._sum_body(body)
+    body["own_sum"] = manifest.sum_body(body)
     path.write_text(json.dumps(body))
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(CheckpointError, match="format_version=99") as caught:

@@ -59,7 +59,7 @@ def test_a_failed_save_is_raised_by_the_next_call_and_older_steps_stay(tmp_path,
     manager = CheckpointManager(tmp_path, keep=1, storage=probe.FullDisk())
     manager.save(4, STATE, {})
     with pytest.raises(CheckpointError, match=r"step 4 .*No space left.*\[2\] are intact"):
-        manager.save(6, STATE, {})
+        manager.save(6, STATE, {}, must=True)
     assert "checkpoint.failed" in caplog.messages
     manager.close()
     assert os.listdir(tmp_path) == ["2"], "what the failed save wrote is freed"
@@ -129,9 +129,9 @@ def test_nothing_is_pruned_before_the_newer_step_is_committed(tmp_path):
 
 def test_the_last_step_is_saved_once(tmp_path):
     with CheckpointManager(tmp_path, keep=0) as manager:
-        assert manager.save(4, STATE, {}) is True
-        assert manager.save(5, STATE, {}) is True
-        assert manager.save(5, STATE, {}) is False
+        assert manager.save(4, STATE, {}) == "saved"
+        assert manager.save(5, STATE, {}, must=True) == "saved"
+        assert manager.save(5, STATE, {}) == "exists"
         assert [report.step for report in manager.take_reports()] == [4, 5]
         assert manager.take_reports() == []
 
@@ -141,7 +141,7 @@ def test_a_restored_step_is_not_saved_again(tmp_path):
     before = (tmp_path / "5" / "manifest.json").stat().st_mtime_ns
     with CheckpointManager(tmp_path) as manager:
         manager.restore_latest(like=LIKE)
-        assert manager.save(5, STATE, {}) is False
+        assert manager.save(5, STATE, {}) == "exists"
     assert (tmp_path / "5" / "manifest.json").stat().st_mtime_ns == before
 
 

@@ -34,20 +34,37 @@ def test_a_slow_save_holds_the_state_of_its_own_step_while_training_donates_on(t
     probe.assert_equal(restored.state, expected)
 
 
-def test_a_second_save_waits_for_the_first_and_both_are_right(tmp_path):
+def test_a_save_that_must_be_waits_for_the_one_before_and_both_are_right(tmp_path):
     storage = probe.GatedStorage()
     with CheckpointManager(tmp_path, keep=0, storage=storage) as manager:
         state = probe.train_to(2)
         manager.save(2, state, {})
         state = probe.train_to(4, state=state)
         threading.Timer(0.2, storage.gate.set).start()
-        manager.save(4, state, {})
+        manager.save(4, state, {}, must=True)
         assert manager.steps()[0] == 2, "the first is committed before the second is taken"
         state = probe.train_to(6, state=state)
         manager.wait()
         for step in (2, 4):
             restored = manager.restore(step, like=probe.abstract(state))
             probe.assert_equal(restored.state, probe.numbers(probe.train_to(step)))
+
+
+def test_a_save_that_comes_too_early_is_skipped_and_counted(tmp_path, caplog):
+    storage = probe.GatedStorage()
+    state = probe.train_to(2)
+    with CheckpointManager(tmp_path, keep=0, storage=storage) as manager:
+        assert manager.save(2, state, {}) == "saved"
+        assert [manager.save(step, state, {}) for step in (3, 4)] == ["skipped", "skipped"]
+        storage.gate.set()
+        manager.wait()
+        assert manager.save(5, state, {}) == "saved"
+        manager.wait()
+        assert manager.steps() == (2, 5)
+        told = manager.take_notes()
+    assert [(note.kind, note.step) for note in told] == [("save_skipped", 3), ("save_skipped", 4)]
+    assert told[-1].values == {"num_skipped": 2}
+    assert caplog.messages.count("checkpoint.skipped") == 2
 
 
 def test_the_copy_shares_no_buffer_with_the_state():

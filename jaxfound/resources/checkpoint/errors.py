@@ -7,3 +7,8 @@ class CheckpointError(RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """A committed checkpoint whose files are not the ones that were written."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the kind and the text of `error`."""
+    return f"{type(error).__name__}: {error}"

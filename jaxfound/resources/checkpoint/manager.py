@@ -1,8 +1,9 @@
 """Save, list, prune and restore the steps of one run; the newest committed step is never lost.
 
 A save returns when the state is copied to host memory; a thread writes the copy, sums the files,
-and commits the step by one rename. Only then are older steps pruned. One process, one writer per
-directory; any number of readers.
+and commits the step by one rename. Only then are older steps pruned. One writer per directory; any
+number of readers. Where the state goes and how processes share the work: `saving.py`; how one of
+the checkpoints is chosen: `restoring.py`.
 """
 
 # JAX's own annotations name types that a checker cannot resolve (Device, PyTreeDef, key entries).
@@ -20,27 +21,22 @@ from typing import Literal, NamedTuple, cast
 import jax
 
 from jaxfound.resources.checkpoint import manifest as manifests
-from jaxfound.resources.checkpoint import snapshot, steps
-from jaxfound.resources.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from jaxfound.resources.checkpoint.leaves import (
-    LeafPath,
-    check_fits,
-    describe,
-    flatten,
-    unwrap_abstract,
-    wrap,
-)
+from jaxfound.resources.checkpoint import saving, snapshot, steps
+from jaxfound.resources.checkpoint.choose import Candidate
+from jaxfound.resources.checkpoint.errors import CheckpointError
+from jaxfound.resources.checkpoint.fingerprint import Prints
+from jaxfound.resources.checkpoint.leaves import LeafPath, describe, flatten
 from jaxfound.resources.checkpoint.manifest import Manifest
-from jaxfound.resources.checkpoint.writer import (
-    STATE,
-    Job,
-    SaveReport,
-    Storage,
-    Writer,
-    describe_error,
-)
+from jaxfound.resources.checkpoint.restoring import Loaded, Restorer
+from jaxfound.resources.checkpoint.saving import Job, Storage
+from jaxfound.resources.checkpoint.tiers import Tiers
+from jaxfound.resources.checkpoint.transit import Note, Transit
+from jaxfound.resources.checkpoint.writer import SaveReport, Writer
+from jaxfound.resources.control import ControlPlane, LocalStore
 
 log = logging.getLogger(__name__)
+
+type Saved = Literal["saved", "skipped", "exists"]
 
 
 class Restored(NamedTuple):
@@ -52,15 +48,20 @@ class Restored(NamedTuple):
 
 
 class CheckpointManager:
-    """The checkpoints of one run in one directory.
+    """The checkpoints of one run.
 
     Args:
-        directory: folder of the steps; made by the first save.
+        directory: folder of the steps, the same for all processes; made by the first save.
         keep: newest committed steps that stay; 0 keeps all.
         mode: `async` writes in a thread, `sync` returns when the step is committed.
-        storage: turns arrays into files and back; Orbax when None.
+        storage: turns whole arrays into files and back; Orbax when None.
+        tiers: this host's own disk and an object store, if they are used.
+        plane: this process among those of the job; alone when None. All of a job call `save`,
+            `latest` and the restores in the same order.
+        layout: the mesh, as degrees by axis; recorded in what is saved.
     Raises:
         ValueError: if `keep` is negative.
+        CheckpointError: if the local disk cannot be used.
     """
 
     def __init__(
@@ -70,18 +71,37 @@ class CheckpointManager:
         keep: int = 2,
         mode: Literal["async", "sync"] = "async",
         storage: Storage | None = None,
+        tiers: Tiers | None = None,
+        plane: ControlPlane | None = None,
+        layout: Mapping[str, int] | None = None,
     ) -> None:
         if keep < 0:
             raise ValueError(f"keep={keep} is negative: use 0 to keep every checkpoint, or 1, 2 …")
         self.directory = directory
         self._keep = keep
         self._mode = mode
-        self._storage = storage or _orbax()
-        self._writer = Writer(directory, storage=self._storage, committed=self._after_commit)
+        self._plane = plane or ControlPlane(0, 1, LocalStore())
+        self._transit = Transit(
+            directory,
+            keep=keep,
+            tiers=tiers or Tiers(),
+            plane=self._plane,
+            layout=layout or {},
+            storage=storage or _orbax(),
+        )
+        self._restorer = Restorer(
+            directory,
+            storage=self._transit.storage,
+            tiers=self._transit.tiers,
+            local=self._transit.local,
+            plane=self._plane,
+        )
+        self._writer: Writer | None = None
         # Steps whose state is this run's own: saving one again has nothing to do.
         self._own: set[int] = set()
-        self._damaged: set[int] = set()
+        self._last: int | None = None
         self._named: set[str] = set()
+        self._ahead: tuple[int, ...] | None = None
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -94,58 +114,103 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def save(self, step: int, state: object, metadata: Mapping[str, object]) -> bool:
+    def save(
+        self,
+        step: int,
+        state: object,
+        metadata: Mapping[str, object],
+        *,
+        must: bool = False,
+    ) -> Saved:
         """Take a snapshot of `state` and write it as `step`; later donation cannot change it.
 
-        A save that is still being written is waited for first, so at most one snapshot is in
-        memory. False: this very step was saved or restored by this manager, nothing to do.
+        At most one snapshot is in memory. While an earlier one is still being written on some
+        process, the save is `skipped` and counted, on all processes: training does not wait.
+        `exists`: this very step was saved or restored by this manager, nothing to do.
 
         Args:
             step: optimizer steps that `state` has seen; above every committed step.
             state: pytree of jax arrays; random keys are allowed.
             metadata: JSON values that belong to the step, e.g. the position in the data.
+            must: wait for the earlier save instead, e.g. at the end or before a preemption.
         Raises:
             CheckpointError: if the previous save failed, a leaf or the metadata cannot be stored,
                 or a committed step that this run does not continue is in the way.
         """
         started_s = time.monotonic()
-        self.wait()
+        if must or self._mode == "sync":
+            self.wait()
         if not self._is_new(step):
-            return False
+            return "exists"
+        if self._is_busy_anywhere():
+            self._transit.skip(step)
+            return "skipped"
+        self.wait()
         plain = _as_json(metadata)
         table = cast(dict[LeafPath, jax.Array], flatten(state))
-        leaves = describe(table)
-        arrays = snapshot.take(table)
+        origin, writer = self._transit.origin, self._open_writer()
+        copy = saving.snapshot_of(
+            table, process=origin.process, in_pieces=not self._transit.is_plain
+        )
         blocked_s = time.monotonic() - started_s
-        self._writer.start(Job(step, arrays, leaves, plain, started_s, blocked_s))
+        self._last = step
+        writer.start(Job(step, copy, describe(table), plain, started_s, blocked_s), origin)
         if self._mode == "sync":
             self.wait()
-        return True
+        return "saved"
+
+    def warm(self, state: object) -> None:
+        """Take a snapshot of `state` and drop it, so that the first save costs what others do.
+
+        A GPU's pinned host memory is allocated here and kept; fingerprints are compiled. On
+        devices whose memory is the host's there is nothing to warm.
+        """
+        table = cast(dict[LeafPath, jax.Array], flatten(state))
+        if any(device.platform != "cpu" for x in table.values() for device in x.devices()):
+            snapshot.warm(table)
+            Prints(table).read()
 
     def wait(self) -> None:
-        """Return when no save is being written.
+        """Return when no save is being written; uploads go on.
 
         Raises:
             CheckpointError: if the save that was being written failed. Older steps are intact.
         """
-        self._writer.wait()
+        if self._writer is not None:
+            self._writer.wait()
 
     def close(self) -> None:
         """Wait for the last save and end the writing thread; raises as `wait` does."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def is_saving(self) -> bool:
-        """Say whether a save would have to wait for an earlier one."""
-        return self._writer.is_busy
+        """Say whether an earlier save of this process is still being written."""
+        return self._writer is not None and self._writer.is_busy
 
     def take_reports(self) -> list[SaveReport]:
         """Return the finished saves that no earlier call returned; raises as `wait` does."""
-        return self._writer.take_reports()
+        return [] if self._writer is None else self._writer.take_reports()
+
+    def take_notes(self) -> list[Note]:
+        """Return the saves that were skipped, uploaded, stored or failed to be, since last time."""
+        return self._transit.take_notes()
+
+    def finish_uploads(self, *, limit_s: float | int) -> bool:
+        """Return whether the newest local step came to the shared tier within `limit_s` seconds.
+
+        True at once where saves go there directly.
+        """
+        return self._transit.finish(limit_s=limit_s)
 
     def steps(self) -> tuple[int, ...]:
-        """Return the committed steps, smallest first; unfinished ones are logged once, by name."""
+        """Return the committed steps of the run's directory, smallest first.
+
+        Unfinished ones are logged once, by name.
+        """
+        current = self._writer.current_name if self._writer else ""
         for name in steps.incomplete(self.directory):
-            if name not in self._named and name != self._writer.current_name:
+            if name not in self._named and name != current:
                 self._named.add(name)
                 log.warning(
                     "checkpoint.incomplete", extra={"dir": str(self.directory), "checkpoint": name}
@@ -153,37 +218,28 @@ class CheckpointManager:
         return steps.committed(self.directory)
 
     def latest(self) -> int | None:
-        """Return the newest committed step, None when there is none; nothing is verified."""
-        return max(self.steps(), default=None)
+        """Return the newest step on any tier, None when there is none; nothing is verified."""
+        if self._transit.is_plain and not self._transit.tiers.remote:
+            return max(self.steps(), default=None)
+        return max((c.key.step for c in self._restorer.candidates()), default=None)
 
     def latest_good(self) -> int | None:
-        """Return the newest committed step whose files are the ones that were written.
+        """Return the newest step whose files are the ones that were written.
 
         Raises:
             CheckpointError: if there are committed steps and every one is damaged: to go on from
                 nothing would overwrite them.
         """
-        reasons: list[str] = []
-        for step in reversed(self.steps()):
-            damage = self._find_damage(step)
-            if not damage:
-                return step
-            self._damaged.add(step)
-            reasons.append(f"step {step}: {'; '.join(damage)}")
-            log.warning("checkpoint.damaged", extra={"step": step, "reason": "; ".join(damage)})
-        if reasons:
-            raise DamagedCheckpointError(
-                f"every checkpoint in {self.directory} is damaged. " + ". ".join(reasons) + ". "
-                "Bring back a copy, or move the directory away to start from step 0"
-            )
-        return None
+        self.steps()
+        found = self._restorer.first_good(self._restorer.candidates())
+        return found.key.step if found else None
 
     def metadata(self, step: int) -> Mapping[str, object]:
         """Return what the caller stored with `step`; raises as `manifest` does."""
         return self.manifest(step).metadata
 
     def manifest(self, step: int) -> Manifest:
-        """Return the leaves, files and metadata of a committed step.
+        """Return the leaves, files and metadata of a committed step of the run's directory.
 
         Raises:
             CheckpointError: if `step` is not committed or its manifest is damaged.
@@ -193,7 +249,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"no committed step {step} in {self.directory}; there are {list(known)}"
             )
-        return manifests.read(self._path(step))
+        return manifests.read_step(self.directory, step)
 
     def restore(
         self, step: int, *, like: object, unread: Literal["refuse", "allow"] = "refuse"
@@ -201,7 +257,7 @@ class CheckpointManager:
         """Return the state of `step` in the tree, dtypes and shardings of `like`.
 
         Args:
-            step: a committed step.
+            step: a committed step of the run's directory.
             like: pytree of ShapeDtypeStructs (or arrays); a leaf without sharding goes to the first
                 local device. The mesh may be another than the one that saved.
             unread: whether the checkpoint may hold leaves that `like` does not ask for.
@@ -209,31 +265,21 @@ class CheckpointManager:
             CheckpointError: if the tree does not fit, before anything is read; names the leaves.
             DamagedCheckpointError: if a file is not as it was written; names the file.
         """
-        manifest = self.manifest(step)
-        self._check_fits(manifest, like=like, unread=unread)
-        damage = manifests.find_damage(self._path(step), manifest)
-        if damage:
-            self._damaged.add(step)
-            raise DamagedCheckpointError(
-                f"step {step} is damaged: {'; '.join(damage)}. Restore another of "
-                f"{[s for s in self.steps() if s != step]}, or bring back a copy"
-            )
-        return self._load(manifest, like=like)
+        candidate = Candidate(self.manifest(step).key, "shared")
+        return self._taken(self._restorer.restore(candidate, like=like, unread=unread))
 
     def restore_latest(
         self, *, like: object, unread: Literal["refuse", "allow"] = "refuse"
     ) -> Restored | None:
-        """Return the newest step that is intact, None when nothing was ever committed.
+        """Return the newest step that is whole for all processes and intact, wherever it is.
 
-        A damaged step is passed over with a warning that names the file; a step that does not fit
-        is an error, because an older one would not fit either. Arguments and errors: `restore`.
+        A damaged one is passed over with a warning that says what is wrong with it; one that does
+        not fit is an error, because an older one would not fit either. None when nothing was ever
+        committed. Arguments and errors: `restore`.
         """
-        step = self.latest_good()
-        if step is None:
-            return None
-        manifest = self.manifest(step)
-        self._check_fits(manifest, like=like, unread=unread)
-        return self._load(manifest, like=like)
+        self.steps()
+        found = self._restorer.latest(like=like, unread=unread)
+        return None if found is None else self._taken(found)
 
     def restore_weights(self, step: int | None, *, like: object) -> Restored:
         """Return `like`'s leaves of `step`, or of the newest intact one; others stay unread.
@@ -259,20 +305,46 @@ class CheckpointManager:
         """
         self.wait()
         self.manifest(step)
+        self._ahead = None
         for newer in [s for s in self.steps() if s > step]:
             steps.remove(self.directory, newer)
             self._own.discard(newer)
             log.warning("checkpoint.discarded", extra={"step": newer, "after": step})
 
-    def _path(self, step: int) -> Path:
-        return self.directory / str(step)
+    def _open_writer(self) -> Writer:
+        if self._writer is None:
+            if not self._transit.is_plain and self._plane.is_first:
+                # An uploader would take them for newer than what this run saves next.
+                for step in self._restorer.damaged:
+                    steps.set_aside(self.directory, step)
+            self._writer = Writer(self._transit.saver(), committed=self._after_commit)
+        return self._writer
+
+    def _is_busy_anywhere(self) -> bool:
+        """Say whether some process still writes; raise on all when a save failed on one."""
+        busy = "busy" if self.is_saving() else ""
+        if self._plane.count == 1:
+            return bool(busy)
+        failure = self._writer.failure() if self._writer else ""
+        votes = self._plane.gather("checkpoint/busy", failure or busy)
+        failed = [f"process {p}: {v}" for p, v in enumerate(votes) if v not in ("", "busy")]
+        if failed:
+            raise CheckpointError(
+                f"the last save failed on {len(failed)} of {self._plane.count} processes: "
+                f"{'; '.join(failed)}. Older checkpoints are intact. Free space or mend the disk, "
+                "then start again"
+            )
+        return "busy" in votes
 
     def _is_new(self, step: int) -> bool:
         """Say whether `step` is to be written; raise when a foreign step is in the way."""
         if step < 0:
             raise ValueError(f"step={step} is negative: it counts optimizer steps")
-        ahead = [s for s in self.steps() if s >= step and s not in self._damaged]
-        if ahead == [step] and step in self._own:
+        if step == self._last:
+            self.wait()
+        damaged = self._restorer.damaged
+        ahead = [s for s in self._foreign() if s >= step and s not in damaged]
+        if step in self._own and not set(ahead) - {step}:
             log.debug("checkpoint.exists", extra={"step": step})
             return False
         if ahead:
@@ -283,54 +355,31 @@ class CheckpointManager:
             )
         return True
 
-    def _find_damage(self, step: int) -> list[str]:
-        try:
-            manifest = manifests.read(self._path(step))
-        except DamagedCheckpointError as error:
-            return [str(error)]
-        return manifests.find_damage(self._path(step), manifest)
+    def _foreign(self) -> tuple[int, ...]:
+        """Return the committed steps that a save could be behind.
 
-    def _check_fits(
-        self, manifest: Manifest, *, like: object, unread: Literal["refuse", "allow"]
-    ) -> None:
-        check_fits(
-            manifest.leaves,
-            describe(flatten(like)),
-            where=f"checkpoint {self._path(manifest.step)}",
-            allow_unread=unread == "allow",
-        )
-
-    def _load(self, manifest: Manifest, *, like: object) -> Restored:
-        """Read the leaves of `like` from a step that fits and is intact."""
-        table = flatten(like)
-        targets = {path: unwrap_abstract(leaf) for path, leaf in table.items()}
-        try:
-            arrays = self._storage.read(self._path(manifest.step) / STATE, targets)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"step {manifest.step} in {self.directory} is intact but cannot be read: "
-                f"{describe_error(error)}. Install the Orbax version that wrote it"
-            ) from error
-        leaves = [wrap(arrays[path], like=leaf) for path, leaf in table.items()]
-        state = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), leaves)
-        self._own.add(manifest.step)
-        return Restored(manifest.step, state, manifest.metadata)
+        Where others write as well, as they were when this process began: what an uploader of an
+        earlier start commits meanwhile does not end the run.
+        """
+        if self._transit.is_plain:
+            return self.steps()
+        if self._ahead is None:
+            told = json.dumps(self.steps() if self._plane.is_first else ())
+            told = self._plane.broadcast("checkpoint/ahead", told)
+            self._ahead = tuple(cast(list[int], json.loads(told)))
+        return self._ahead
 
     def _after_commit(self, newest: int) -> None:
-        """Delete what `keep` does not cover below `newest`; runs in the writing thread."""
+        """Go on from a committed step; runs in the writing thread."""
         self._own.add(newest)
-        self._damaged.discard(newest)
-        committed = steps.committed(self.directory)
-        kept = [s for s in committed if s not in self._damaged][-self._keep :]
-        doomed = [s for s in committed if s < newest and s not in kept] if self._keep else []
-        try:
-            for step in doomed:
-                steps.remove(self.directory, step)
-                log.info("checkpoint.pruned", extra={"step": step})
-            steps.sweep(self.directory)
-        except OSError as error:
-            # The new step is safe; a disk that will not delete fills up, which the next save says.
-            log.warning("checkpoint.prune_failed", extra={"error": str(error)})
+        self._restorer.damaged.discard(newest)
+        self._transit.after_commit(newest, damaged=self._restorer.damaged)
+
+    def _taken(self, found: Loaded) -> Restored:
+        """Return what was restored; to save it again there is nothing to do."""
+        step = found.manifest.step
+        self._own.add(step)
+        return Restored(step, found.state, found.manifest.metadata)
 
 
 def _as_json(metadata: Mapping[str, object]) -> Mapping[str, object]:

@@ -1,52 +1,97 @@
-"""What a committed checkpoint consists of: every file's size and checksum, every leaf's shape.
+"""What a committed checkpoint consists of: every file's sum, every leaf, where it came from.
 
-The array format below does not notice a flipped byte, so a restore trusts this file instead. It is
-the last file written before the rename that commits a checkpoint, and it carries its own checksum.
+It is the last file written before the rename that commits a checkpoint, and it carries its own
+sum. A host's own disk holds parts: the manifest of a part says which boxes of which leaf it has.
 """
 
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jaxfound.resources.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from jaxfound.resources.checkpoint.leaves import LeafSpec
+from jaxfound.resources.checkpoint.leaves import LeafPath, LeafSpec
+from jaxfound.resources.checkpoint.sums import FileSum, sum_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-# Large enough that the loop is not what costs, small enough for a cache.
-CHUNK_BYTES = 4 * 1024 * 1024
-# zlib leaves the interpreter lock while it sums, so files are read side by side.
-NUM_READERS = 4
+# The sum of files and of the manifest itself, by format version.
+ALGORITHMS: Mapping[int, str] = {1: "crc32", 2: "xxh3"}
+
+# First and last-but-one index of every dimension.
+type Box = tuple[tuple[int, int], ...]
 
 
-class FileSum(NamedTuple):
-    """A file's size in bytes and its CRC-32, eight hex digits."""
+class Key(NamedTuple):
+    """What tells one save from every other: its step, and the start of the program that saved it.
 
-    num_bytes: int
-    crc32: str
+    Parts of different attempts are never put together, even if they are of one step.
+    """
+
+    step: int
+    attempt: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process saved of a state that several hold.
+
+    Attributes:
+        process: its number in the job that saved.
+        count: how many parts make the whole.
+        host: the identity of the disk that it was written to.
+        owned: boxes by leaf that are this process's to bring to the shared tier.
+        copies: boxes by leaf that it holds and another process owns.
+    """
+
+    process: int
+    count: int
+    host: str
+    owned: Mapping[LeafPath, tuple[Box, ...]] = field(
+        default_factory=dict[LeafPath, tuple[Box, ...]]
+    )
+    copies: Mapping[LeafPath, tuple[Box, ...]] = field(
+        default_factory=dict[LeafPath, tuple[Box, ...]]
+    )
+
+    def has(self, path: LeafPath, box: Box) -> bool:
+        """Say whether the part can give this box of this leaf."""
+        return box in self.owned.get(path, ()) or box in self.copies.get(path, ())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of one checkpoint.
+    """The contents of one checkpoint, or of one process's part of it.
 
     Attributes:
         step: number of optimizer steps that the state has seen.
         metadata: the caller's own values, as JSON gave them back.
         leaves: every array of the state.
         files: every file but this one, by path relative to the checkpoint.
+        fingerprints: one number a leaf that does not depend on the mesh; empty in format 1.
+        attempt: the start of the program that saved it.
+        layout: the mesh that saved it, as degrees by axis.
+        hosts: the disks or machines of its processes, in their order.
+        part: what is here when it is not all.
     """
 
     step: int
     metadata: Mapping[str, object]
     leaves: tuple[LeafSpec, ...]
     files: Mapping[str, FileSum]
+    fingerprints: Mapping[LeafPath, int] = field(default_factory=dict[LeafPath, int])
+    attempt: str = ""
+    layout: Mapping[str, int] = field(default_factory=dict[str, int])
+    hosts: tuple[str, ...] = ()
+    part: Part | None = None
+
+    @property
+    def key(self) -> Key:
+        """The save that this is of."""
+        return Key(self.step, self.attempt)
 
     @property
     def num_bytes(self) -> int:
@@ -60,102 +105,137 @@ class Manifest:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def sum_file(path: Path) -> FileSum:
-    """Return the size and checksum of `path`; OSError as the file system gives it."""
-    total, crc = 0, 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
-            total += len(chunk)
-    return FileSum(total, f"{crc:08x}")
-
-
-def sum_files(directory: Path) -> dict[str, FileSum]:
-    """Return the checksums of all files under `directory`, the manifest apart."""
-    paths = sorted(p for p in directory.rglob("*") if p.is_file() and p != directory / MANIFEST)
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        sums = pool.map(sum_file, paths)
-        names = (path.relative_to(directory).as_posix() for path in paths)
-        return dict(zip(names, sums, strict=True))
-
-
-def write(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest` into `directory`; it is on disk when this returns."""
-    body: dict[str, object] = {
-        "format_version": FORMAT_VERSION,
-        "step": manifest.step,
-        "metadata": dict(manifest.metadata),
-        "tree_hash": manifest.tree_hash,
-        "leaves": [
-            {"path": leaf.path, "shape": leaf.shape, "dtype": leaf.dtype}
-            for leaf in manifest.leaves
-        ],
-        "files": {
-            name: {"bytes": file.num_bytes, "crc32": file.crc32}
-            for name, file in manifest.files.items()
-        },
-    }
-    body["own_crc32"] = _sum_body(body)
-    with (directory / MANIFEST).open("w") as file:
+def write(directory: Path, manifest: Manifest, *, name: str = MANIFEST) -> None:
+    """Write `manifest` as `name` into `directory`, whole or not at all; on disk on return."""
+    body = _to_json(manifest)
+    body["own_sum"] = sum_body(body)
+    half = directory / f"{name}.part"
+    with half.open("w") as file:
         json.dump(body, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    half.rename(directory / name)
 
 
-def read(directory: Path) -> Manifest:
-    """Return the manifest of the checkpoint in `directory`.
+def read(directory: Path, *, name: str = MANIFEST) -> Manifest:
+    """Return the manifest `name` in `directory`.
 
     Raises:
-        DamagedCheckpointError: if the manifest is unreadable or was changed after it was written.
+        DamagedCheckpointError: if it is unreadable or was changed after it was written.
         CheckpointError: if it was written in a format that this version does not know.
     """
-    path = directory / MANIFEST
+    path = directory / name
     try:
         body = cast(dict[str, Any], json.loads(path.read_bytes()))
-        own = body.pop("own_crc32")
+        version = body["format_version"]
+        own = body.pop("own_crc32" if version == 1 else "own_sum")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error})") from error
-    if own != _sum_body(body):
+    # A later format may sum itself in another way; this one's is tried where it is not known.
+    if own != sum_body(body):
         raise DamagedCheckpointError(f"{path} was changed after it was written: checksum {own}")
-    if body["format_version"] != FORMAT_VERSION:
+    if version not in ALGORITHMS:
         raise CheckpointError(
-            f"{path} has format_version={body['format_version']}; this version reads "
-            f"{FORMAT_VERSION}. Use the jaxfound version that wrote it"
+            f"{path} has format_version={version}; this version reads {list(ALGORITHMS)}. "
+            "Use the jaxfound version that wrote it"
         )
+    return _of_json(body)
+
+
+def read_step(directory: Path, step: int) -> Manifest:
+    """Return the manifest of the committed `step` under `directory`; raises as `read` does."""
+    found = read(directory / str(step))
+    if found.step != step:
+        raise DamagedCheckpointError(
+            f"{directory / str(step)} holds step {found.step}: it was renamed or copied over"
+        )
+    return found
+
+
+def sum_body(body: Mapping[str, object]) -> str:
+    """Return the sum of a manifest's fields, whatever the spacing of its text."""
+    algorithm = ALGORITHMS.get(cast(int, body["format_version"]), ALGORITHMS[FORMAT_VERSION])
+    return sum_text(json.dumps(body, sort_keys=True, separators=(",", ":")), algorithm)
+
+
+def _to_json(manifest: Manifest) -> dict[str, object]:
+    prints = manifest.fingerprints
+    body: dict[str, object] = {
+        "format_version": FORMAT_VERSION,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "metadata": dict(manifest.metadata),
+        "layout": dict(manifest.layout),
+        "hosts": list(manifest.hosts),
+        "tree_hash": manifest.tree_hash,
+        "leaves": [
+            {
+                "path": leaf.path,
+                "shape": leaf.shape,
+                "dtype": leaf.dtype,
+                "fingerprint": prints.get(leaf.path),
+            }
+            for leaf in manifest.leaves
+        ],
+        "files": {
+            name: {"bytes": file.num_bytes, file.algorithm: file.digest}
+            for name, file in manifest.files.items()
+        },
+    }
+    if manifest.part is not None:
+        body["part"] = _part_to_json(manifest.part)
+    return body
+
+
+def _part_to_json(part: Part) -> dict[str, object]:
+    held = {"owned": part.owned, "copies": part.copies}
+    return {
+        "process": part.process,
+        "count": part.count,
+        "host": part.host,
+        **{
+            name: [{"path": path, "boxes": boxes} for path, boxes in table.items()]
+            for name, table in held.items()
+        },
+    }
+
+
+def _of_json(body: dict[str, Any]) -> Manifest:
+    algorithm = ALGORITHMS[body["format_version"]]
+    leaves = cast(list[dict[str, Any]], body["leaves"])
+    files = cast(dict[str, dict[str, Any]], body["files"])
     return Manifest(
         step=body["step"],
         metadata=body["metadata"],
         leaves=tuple(
-            LeafSpec(tuple(leaf["path"]), tuple(leaf["shape"]), leaf["dtype"])
-            for leaf in body["leaves"]
+            LeafSpec(tuple(leaf["path"]), tuple(leaf["shape"]), leaf["dtype"]) for leaf in leaves
         ),
-        files={name: FileSum(file["bytes"], file["crc32"]) for name, file in body["files"].items()},
+        files={
+            name: FileSum(file["bytes"], file[algorithm], algorithm) for name, file in files.items()
+        },
+        fingerprints={
+            tuple(leaf["path"]): leaf["fingerprint"]
+            for leaf in leaves
+            if leaf.get("fingerprint") is not None
+        },
+        attempt=body.get("attempt", ""),
+        layout=body.get("layout", {}),
+        hosts=tuple(body.get("hosts", ())),
+        part=_part_of_json(body["part"]) if "part" in body else None,
     )
 
 
-def find_damage(directory: Path, manifest: Manifest) -> list[str]:
-    """Return one sentence for every file that is not as it was written; empty when all are."""
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        paths = [directory / name for name in manifest.files]
-        found = pool.map(_fault, paths, manifest.files.values())
-        return [fault for fault in found if fault]
+def _part_of_json(body: dict[str, Any]) -> Part:
+    def table(name: str) -> dict[LeafPath, tuple[Box, ...]]:
+        return {
+            tuple(entry["path"]): tuple(_box(box) for box in entry["boxes"])
+            for entry in cast(list[dict[str, Any]], body[name])
+        }
+
+    return Part(
+        body["process"], body["count"], body["host"], owned=table("owned"), copies=table("copies")
+    )
 
 
-def _fault(path: Path, expected: FileSum) -> str:
-    """Return what is wrong with the file at `path`; empty when nothing is."""
-    try:
-        size = path.stat().st_size
-        if size != expected.num_bytes:
-            return f"{path} has {size} bytes, {expected.num_bytes} were written"
-        actual = sum_file(path)
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
-    if actual != expected:
-        return f"{path} has checksum {actual.crc32}, {expected.crc32} was written"
-    return ""
-
-
-def _sum_body(body: Mapping[str, object]) -> str:
-    """Return the checksum of a manifest's fields, whatever the spacing of its text."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return f"{zlib.crc32(text.encode()):08x}"
+def _box(value: list[list[int]]) -> Box:
+    return tuple((first, end) for first, end in value)

@@ -28,13 +28,24 @@ def take(table: Mapping[LeafPath, jax.Array]) -> dict[LeafPath, jax.Array]:
     for path, leaf in table.items():
         if not leaf.is_fully_addressable:
             raise CheckpointError(
-                f"leaf {'.'.join(path)!r} has shards on devices of other processes: this manager "
-                "saves the state of one process. Run one process per machine's devices"
+                f"leaf {'.'.join(path)!r} has shards on devices of other processes, but this "
+                "manager knows of one process. Give it the job's ControlPlane"
             )
     replicas = [one_replica(unwrap(leaf)) for leaf in table.values()]
     targets = [host_sharding(leaf.sharding) for leaf in replicas]
     copies = jax.device_put(replicas, targets, may_alias=False)
     return dict(zip(table, jax.block_until_ready(copies), strict=True))
+
+
+def warm(table: Mapping[LeafPath, jax.Array]) -> None:
+    """Allocate the host memory of a snapshot of this process's shards of `table`, and free it.
+
+    The pool of pinned memory keeps it: the first use costs half a second a gigabyte, later ones
+    nothing (measured on one H200).
+    """
+    views = [shard.data for leaf in table.values() for shard in unwrap(leaf).addressable_shards]
+    targets = [host_sharding(view.sharding) for view in views]
+    jax.block_until_ready(jax.device_put(views, targets, may_alias=False))
 
 
 def host_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -2,6 +2,7 @@
 
 40/             committed: the name is the step, the manifest is inside
 60.saving/      being written; becomes 60 by one rename
+60.damaged/     set aside: found damaged when a run went on from an older step
 20.deleting/    no longer a checkpoint; what a killed deletion left
 """
 
@@ -13,20 +14,26 @@ from jaxfound.resources.checkpoint.manifest import MANIFEST
 
 SAVING = ".saving"
 DELETING = ".deleting"
+DAMAGED = ".damaged"
 
 
 def committed(directory: Path) -> tuple[int, ...]:
     """Return the committed steps under `directory`, smallest first, compared as numbers."""
-    return tuple(sorted(int(p.name) for p in _entries(directory) if is_step(p) and is_committed(p)))
+    return tuple(sorted(int(p.name) for p in folders(directory) if is_step(p) and is_committed(p)))
 
 
 def incomplete(directory: Path) -> tuple[str, ...]:
     """Return the names of saves that never became checkpoints."""
     return tuple(
         p.name
-        for p in _entries(directory)
+        for p in folders(directory)
         if p.name.endswith(SAVING) or (is_step(p) and not is_committed(p))
     )
+
+
+def folders(directory: Path) -> list[Path]:
+    """Return the sub-directories of `directory`, none when it does not exist."""
+    return sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
 
 
 def is_step(path: Path) -> bool:
@@ -48,20 +55,21 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(saving: Path) -> Path:
-    """Turn the finished directory `saving` into a committed step and return its new path.
+    """Turn the finished directory `saving`, STEP and a suffix, into the committed step STEP.
 
     Everything inside is on disk before the rename, and the rename is on disk afterwards; a
     committed step of the same number goes away in between.
     """
     for path in [saving, *saving.rglob("*")]:
-        _sync(path)
-    final = saving.with_suffix("")
-    old = final.with_suffix(DELETING)
+        sync(path)
+    step = saving.name.partition(".")[0]
+    final = saving.with_name(step)
+    old = saving.with_name(f"{step}{DELETING}")
     discard(old)
     if final.exists():
         final.rename(old)
     saving.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     discard(old)
     return final
 
@@ -74,9 +82,17 @@ def remove(directory: Path, step: int) -> None:
     discard(doomed)
 
 
+def set_aside(directory: Path, step: int) -> None:
+    """Take a damaged step out of the committed ones without deleting it, if it is there."""
+    path, aside = directory / str(step), directory / f"{step}{DAMAGED}"
+    if path.exists():
+        discard(aside)
+        path.rename(aside)
+
+
 def sweep(directory: Path) -> None:
     """Delete what interrupted saves and deletions left behind."""
-    for path in _entries(directory):
+    for path in folders(directory):
         if path.name.endswith((SAVING, DELETING)):
             discard(path)
 
@@ -87,12 +103,7 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _entries(directory: Path) -> list[Path]:
-    """Return the sub-directories of `directory`, none when it does not exist."""
-    return sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the file or directory `path` is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -2,39 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
-import jax
-
-from jaxfound.resources.checkpoint import manifest as manifests
 from jaxfound.resources.checkpoint import steps
-from jaxfound.resources.checkpoint.errors import CheckpointError
-from jaxfound.resources.checkpoint.leaves import LeafPath, LeafSpec
-from jaxfound.resources.checkpoint.manifest import Manifest
+from jaxfound.resources.checkpoint.errors import CheckpointError, describe_error
+from jaxfound.resources.checkpoint.saving import Job, Origin, Saver
 
 log = logging.getLogger(__name__)
-
-# The folder of a checkpoint that the storage fills.
-STATE = "state"
-
-
-@runtime_checkable
-class Storage(Protocol):
-    """How a checkpoint's arrays become files; steps, checksums and commits are none of its work."""
-
-    def write(self, directory: Path, arrays: Mapping[LeafPath, jax.Array]) -> None:
-        """Write `arrays` into `directory`, which does not exist yet; files are whole on return."""
-        ...
-
-    def read(
-        self, directory: Path, like: Mapping[LeafPath, jax.ShapeDtypeStruct]
-    ) -> dict[LeafPath, jax.Array]:
-        """Return the arrays that `like` names, each with the sharding that `like` gives it."""
-        ...
 
 
 class SaveReport(NamedTuple):
@@ -46,31 +22,16 @@ class SaveReport(NamedTuple):
     total_s: float
 
 
-class Job(NamedTuple):
-    """A snapshot on its way to disk; the times are of `time.monotonic`."""
-
-    step: int
-    arrays: Mapping[LeafPath, jax.Array]
-    leaves: tuple[LeafSpec, ...]
-    metadata: Mapping[str, object]
-    started_s: float
-    blocked_s: float
-
-
 class Writer:
-    """Writes one job at a time under `directory`.
+    """Writes one job at a time.
 
     Args:
-        directory: folder of the steps.
-        storage: turns arrays into files.
+        saver: turns snapshots into committed steps.
         committed: called in the thread with every step that was committed; prunes older ones.
     """
 
-    def __init__(
-        self, directory: Path, *, storage: Storage, committed: Callable[[int], None]
-    ) -> None:
-        self._directory = directory
-        self._storage = storage
+    def __init__(self, saver: Saver, *, committed: Callable[[int], None]) -> None:
+        self._saver = saver
         self._committed = committed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[SaveReport]] | None = None
@@ -86,10 +47,17 @@ class Writer:
         """The folder of the job that no `wait` has settled yet; empty when there is none."""
         return f"{self._pending[0]}{steps.SAVING}" if self._pending else ""
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Job, origin: Origin) -> None:
         """Begin to write `job`; only after `wait`."""
-        future = self._thread.submit(self._write, job)
+        future = self._thread.submit(self._write, job, origin)
         self._pending = (job.step, future)
+
+    def failure(self) -> str:
+        """Return what was wrong with the job that has just failed; empty when nothing was."""
+        if self._pending is None or self.is_busy:
+            return ""
+        error = self._pending[1].exception()
+        return describe_error(error) if error is not None else ""
 
     def wait(self) -> None:
         """Return when the job, if any, is committed.
@@ -101,11 +69,12 @@ class Writer:
             return
         step, future = self._pending
         error = future.exception()
+        where = self._saver.directory
         self._pending = None
         if error is not None:
             raise CheckpointError(
-                f"step {step} could not be saved in {self._directory}: {describe_error(error)}. "
-                f"The committed steps {list(steps.committed(self._directory))} are intact. "
+                f"step {step} could not be saved in {where}: {describe_error(error)}. "
+                f"The committed steps {list(steps.committed(where))} are intact. "
                 "Free space or mend the disk, then save again"
             ) from error
         self._reports.append(future.result())
@@ -124,37 +93,19 @@ class Writer:
         finally:
             self._thread.shutdown()
 
-    def _write(self, job: Job) -> SaveReport:
+    def _write(self, job: Job, origin: Origin) -> SaveReport:
         """Write one snapshot; runs in the thread.
 
         A failure is said at once: the call that raises it may be hours away.
         """
         try:
-            return self._commit(job)
+            manifest = self._saver.write(job, origin)
         except BaseException as error:
             fields = {"step": job.step, "error": describe_error(error)}
             log.error("checkpoint.failed", extra=fields)
             raise
-
-    def _commit(self, job: Job) -> SaveReport:
-        """Write, sum and commit one snapshot."""
-        with ExitStack() as undo:
-            saving = steps.begin(self._directory, job.step)
-            undo.callback(steps.discard, saving)
-            self._storage.write(saving / STATE, job.arrays)
-            files = manifests.sum_files(saving)
-            manifest = Manifest(job.step, job.metadata, job.leaves, files)
-            manifests.write(saving, manifest)
-            steps.commit(saving)
-            undo.pop_all()
-        report = SaveReport(
-            job.step, manifest.num_bytes, job.blocked_s, time.monotonic() - job.started_s
-        )
+        total_s = time.monotonic() - job.started_s
+        report = SaveReport(job.step, manifest.num_bytes, job.blocked_s, total_s)
         log.info("checkpoint.saved", extra=report._asdict())
         self._committed(job.step)
         return report
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the kind and the text of `error`."""
-    return f"{type(error).__name__}: {error}"
