@@ -2,9 +2,11 @@
 
 Exit codes: 0 done, or nothing left to do; 1 a run ended early, or a gate was not passed, for a
 reason it printed; 2 what was asked cannot be done (config, plan, data, checkpoint); 130
-interrupted twice.
+interrupted twice. A process that an agent started ends with the codes of
+jaxfound/resources/launch/exits.py.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +18,7 @@ from jaxfound.cli.convert import convert_command
 from jaxfound.cli.data import data_app
 from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
+from jaxfound.cli.launch import launch_app
 from jaxfound.cli.launcher_flags import native_args
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
@@ -44,6 +47,7 @@ app.command("model")(model_command)
 app.command("config")(config_command)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+app.add_typer(launch_app, name="launch")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -60,9 +64,21 @@ def main(args: Sequence[str] | None = None) -> None:
         app(args)
     except refusals() as error:
         typer.echo(f"error: {error}", err=True)
+        end_job_because(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def end_job_because(error: Exception) -> None:
+    """End a process of a job with the code that says what `error` means to its agent."""
+    from jaxfound.resources.launch.place import COORDINATOR
+
+    if COORDINATOR not in os.environ:
+        return
+    from jaxfound.resources.launch.join import leave_because
+
+    leave_because(error, is_refusal=True)
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -78,6 +94,7 @@ def refusals() -> tuple[type[Exception], ...]:
         ("jaxfound.models.weights.errors", "WeightsError"),
         ("jaxfound.training.events", "TrainingError"),
         ("jaxfound.resources.checkpoint.errors", "CheckpointError"),
+        ("jaxfound.resources.control", "PeerError"),
     ):
         if module in sys.modules:
             named.append(getattr(sys.modules[module], name))

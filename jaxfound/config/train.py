@@ -84,3 +84,23 @@ class CheckpointConfig(Section):
     every: int = key(200, "steps between checkpoints; 0 = at the end only", unit="steps", ge=0)
     keep: int = key(2, "newest committed checkpoints that are kept; 0 = keep all", ge=0)
     mode: Literal["async", "sync"] = key("async", "write while training goes on, or wait")
+
+
+class WatchConfig(Section):
+    """When a job of several processes, or one that an agent started, is said to hang or limp."""
+
+    hang_s: float = key(
+        300.0,
+        "least time without progress that is a hang, and ten usual steps; 0 = never",
+        unit="seconds",
+        ge=0,
+    )
+    slow_s: float = key(
+        3600.0,
+        "the same while preparing, compiling, restoring, saving and evaluating",
+        unit="seconds",
+        gt=0,
+    )
+    straggler_every: int = key(
+        50, "steps between comparisons of the hosts; 0 = none", unit="steps", ge=0
+    )

@@ -33,3 +33,7 @@ class RunDirectory:
     def bad_batches(self) -> Path:
         """Batches of steps that were not finite."""
         return self.path / "bad_batches"
+
+    def logs(self, attempt: int) -> Path:
+        """What the processes of a job said in one attempt, a file each."""
+        return self.path / "logs" / f"attempt-{attempt}"
