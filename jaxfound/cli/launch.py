@@ -4,19 +4,20 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 
-from jaxfound.cli.console import open_console
+from jaxfound.cli.console import ConfigPath, Overrides, open_console
 from jaxfound.resources.launch.exits import meaning_of
 
 if TYPE_CHECKING:
     from jaxfound.resources.launch.agent import Told
     from jaxfound.resources.launch.hosts import Asked
+    from jaxfound.resources.launch.scripts import Request
 
 # Every flag after `train` is train's own.
 THEIRS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -79,7 +80,7 @@ def launch_options(
 @launch_app.command("train", context_settings=THEIRS)
 def launch_train_command(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="A YAML file.", metavar="CONFIG")],
+    config: ConfigPath,
 ) -> None:
     """Run `jaxfound train CONFIG …` in every process."""
     from jaxfound.config.load import load
@@ -113,6 +114,64 @@ def launch_train_command(
         disks=directory.path / "disks",
     )
     sys.exit(watch(agent.run(), console=open_console()))
+
+
+@launch_app.command("slurm")
+def launch_slurm_command(
+    context: typer.Context,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a host; 0 = none asked for.")] = 8,
+    minutes: Annotated[int, typer.Option(help="Wall time.", min=1)] = 24 * 60,
+    notice: Annotated[int, typer.Option(help="Seconds from the notice to the end.", min=31)] = 180,
+    output: Annotated[Path | None, typer.Option(help="File; standard output by default.")] = None,
+) -> None:
+    """Write a batch script for SLURM: `jaxfound launch --nnodes 3 slurm CONFIG`."""
+    request = request_of(context.obj, config, overrides or [])
+    write_script(
+        "slurm",
+        replace(request, gpus_per_node=gpus_per_node, minutes=minutes, notice_s=notice),
+        to=output,
+    )
+
+
+@launch_app.command("jobset")
+def launch_jobset_command(
+    context: typer.Context,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    image: Annotated[str, typer.Option(help="Container image.")] = "jaxfound",
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a pod; 0 = none asked for.")] = 8,
+    minutes: Annotated[int, typer.Option(help="Longest time that it may run.", min=1)] = 7
+    * 24
+    * 60,
+    notice: Annotated[int, typer.Option(help="Seconds from the notice to the end.", min=31)] = 180,
+    output: Annotated[Path | None, typer.Option(help="File; standard output by default.")] = None,
+) -> None:
+    """Write a JobSet for Kubernetes: `jaxfound launch --nnodes 3 jobset CONFIG`."""
+    request = request_of(context.obj, config, overrides or [])
+    write_script(
+        "jobset",
+        replace(
+            request, image=image, gpus_per_node=gpus_per_node, minutes=minutes, notice_s=notice
+        ),
+        to=output,
+    )
+
+
+def request_of(options: Options, config: Path, overrides: list[str]) -> "Request":
+    """Return a run as engines are asked for it; a config that cannot run is refused here."""
+    from jaxfound.config.load import load
+    from jaxfound.resources.launch.scripts import Request
+
+    cfg = load(config, overrides)
+    return Request(
+        name=cfg.name.lower().replace("_", "-").replace(".", "-"),
+        train=(str(config), *overrides),
+        nodes=options.asked.nnodes or 1,
+        gpus_per_node=0,
+        max_restarts=options.max_restarts,
+    )
 
 
 def is_override(arg: str) -> bool:
@@ -162,3 +221,15 @@ LINES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "restart": lambda v: f"launch: attempt {v['attempt']} in {v['wait_s']:.0f} s: {v['why']}",
     "over": lambda v: f"launch: over, exit code {v['code']}: {v['why']}",
 }
+
+
+def write_script(engine: str, request: "Request", *, to: Path | None) -> None:
+    """Write what `engine` is given, or show it."""
+    from jaxfound.resources.launch.scripts import SCRIPTS
+
+    text = SCRIPTS[engine](request)
+    if to is None:
+        typer.echo(text, nl=False)
+        return
+    to.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {to}")

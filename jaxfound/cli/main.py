@@ -19,7 +19,7 @@ from jaxfound.cli.data import data_app
 from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
 from jaxfound.cli.launch import launch_app
-from jaxfound.cli.launcher_flags import native_args
+from jaxfound.cli.launcher_flags import native_args, native_launch_args
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
 from jaxfound.cli.report import report_command
@@ -61,6 +61,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if args[:1] == ["train"]:
             args[1:] = native_args(args[1:])
+        if args[:1] == ["launch"]:
+            args[1:] = native_launch_args(args[1:])
         app(args)
     except refusals() as error:
         typer.echo(f"error: {error}", err=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxfound.resources.control import ControlPlane
 
 FOLDER = "jaxfound/ending"
-# Process 0 keeps the keys: it stays this long, so that the others can read them.
+# Who tells an end stays this long, so that the others read why before they lose it.
 LINGER_S = 3.0
 
 
@@ -44,6 +44,6 @@ def read_ending(plane: ControlPlane) -> Ending | None:
 
 
 def linger(plane: ControlPlane) -> None:
-    """Give the others time to read what was told, at the process that keeps it."""
-    if plane.count > 1 and plane.is_first:
+    """Give the others time to read what was told."""
+    if plane.count > 1:
         time.sleep(LINGER_S)

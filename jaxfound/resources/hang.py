@@ -60,8 +60,8 @@ def find_hang(
     """
     if not limits.exceeded(beats[process]):
         return None
-    excused = [p for p, b in beats.items() if b.phase in SLOW and not limits.exceeded(b)]
-    if set(excused) - silent:
+    # Slower than usual is not stuck: as long as one of them moves, the others wait for it.
+    if any(_moves(beat, limits) for p, beat in beats.items() if p not in silent):
         return None
     guilty = tuple(sorted(silent)) or _not_waiting(beats) or _behind(beats)
     shown = ", ".join(
@@ -75,6 +75,12 @@ def find_hang(
     )
     limit = limits.of(beats[process])
     return Hang(guilty, f"no progress for more than {limit:.0f} s, {who}. {shown}")
+
+
+def _moves(beat: Beat, limits: Limits) -> bool:
+    """Say whether a process came to its phase lately, or is in one that may take long."""
+    limit = limits.of(beat)
+    return beat.age_s < (limit if beat.phase in SLOW else limit / 2)
 
 
 def _not_waiting(beats: Mapping[int, Beat]) -> tuple[int, ...]:

@@ -43,6 +43,11 @@ class JobStop:
             return self._reason if self._reason and self._calls >= self._last_call else ""
 
     @property
+    def is_new(self) -> bool:
+        """True when this process was asked to stop and has not told the others yet."""
+        return bool(self._asked()) and not self._told
+
+    @property
     def nothing_done(self) -> bool:
         """True when the stop came before any process had made a step: there is nothing to save."""
         if self._plane.count == 1:
@@ -58,9 +63,12 @@ class JobStop:
         Raises:
             PeerError: if another process does not look within AGREE_S.
         """
-        if self._plane.count == 1 or self._reason:
+        if self._reason:
             return
-        if self._asked() and not self._told:
+        if self._plane.count == 1:
+            self._told = bool(self._asked())
+            return
+        if self.is_new:
             self._plane.store.put(f"{FOLDER}/{self._plane.process}", self._asked())
             self._told = True
         if not self._plane.store.read(FOLDER):

@@ -34,6 +34,11 @@ class RunDirectory:
         """Batches of steps that were not finite."""
         return self.path / "bad_batches"
 
+    def newest_attempt(self) -> int:
+        """Return the number of the newest attempt that left logs, -1 without any."""
+        names = (path.name.removeprefix("attempt-") for path in self.path.glob("logs/attempt-*"))
+        return max((int(name) for name in names if name.isdecimal()), default=-1)
+
     def logs(self, attempt: int) -> Path:
         """What the processes of a job said in one attempt, a file each."""
         return self.path / "logs" / f"attempt-{attempt}"

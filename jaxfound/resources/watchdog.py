@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 BEATS = "jaxfound/beats"
 INTERVAL_S = 1.0
+# A notice to stop at this process is seen as soon as that.
+NOTICE_EVERY_S = 0.05
 # Between two looks at the peers' beats, after which one that did not change is silent.
 SILENT_AFTER = 4
 # A look this many intervals after the last: the whole process was stopped, e.g. by Ctrl-Z.
@@ -87,7 +89,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._closing.wait(self.around.interval_s):
+        while not self._paused():
             now = time.monotonic()
             if now - last > GAP * self.around.interval_s:
                 self.pulse.forgive()
@@ -100,6 +102,14 @@ class Watchdog:
                 return
             # After the look: agreeing on a stop takes time of its own.
             last = time.monotonic()
+
+    def _paused(self) -> bool:
+        """Wait for an interval, or less if a notice to stop comes; say whether it is over."""
+        ends_s = time.monotonic() + self.around.interval_s
+        while time.monotonic() < ends_s and not self.stop.is_new:
+            if self._closing.wait(min(self.around.interval_s, NOTICE_EVERY_S)):
+                return True
+        return self._closing.is_set()
 
     def look(self) -> None:
         """Look once: tell how far this process is, and end it if its job ends or hangs.
@@ -128,7 +138,10 @@ class Watchdog:
         ending = read_ending(self.plane)
         if ending is None:
             return
-        log.error("job.ending", extra=ending._asdict())
+        log.error(
+            "job.ending",
+            extra={"told_by": ending.process, "code": ending.code, "why": ending.why},
+        )
         if ending.code == Exit.HANG:
             self.dump_stacks()
         self.end(ending.code)

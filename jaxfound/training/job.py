@@ -6,10 +6,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
 from jaxfound.config.run import RunConfig
 from jaxfound.data import Prepared, prepare
 from jaxfound.data.tokenizer import Tokenizer
-from jaxfound.resources.control import ControlPlane
+from jaxfound.resources.control import ControlPlane, PeerError
 from jaxfound.resources.job_stop import JobStop
 from jaxfound.resources.launch.place import Place
 from jaxfound.resources.pulse import Phase, Pulse
@@ -85,6 +89,29 @@ def open_job(
         pulse.enter("end")
         # The watchdog answers others' questions until none can ask any more.
         plane.barrier("end of run", timeout_s=cfg.watch.slow_s)
+
+
+def meet(plane: ControlPlane) -> None:
+    """Run one collective over every device of the job, as soon as all are here.
+
+    A network that lets hosts join but not talk shows here and not after an hour of compiling; and
+    the time that devices allow each other to come to their first meeting is seconds.
+
+    Raises:
+        PeerError: if another process does not come, or the sum is not that of all devices.
+    """
+    if plane.count == 1:
+        return
+    plane.barrier("first meeting")
+    mesh = jax.make_mesh((jax.device_count(),), ("device",), axis_types=(AxisType.Auto,))
+    cut, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("device"), PartitionSpec()))
+    ones = jax.jit(lambda: jnp.ones(jax.device_count(), jnp.int32), out_shardings=cut)()
+    total = int(jax.jit(jnp.sum, out_shardings=whole)(ones))
+    if total != jax.device_count():
+        raise PeerError(
+            f"a sum of ones over {jax.device_count()} devices is {total}: the network between them "
+            "gives wrong results. Run the collective tests of its vendor on these hosts"
+        )
 
 
 def prepare_once(plane: ControlPlane, cfg: RunConfig, tokenizer: Tokenizer) -> Prepared:

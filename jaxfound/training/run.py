@@ -31,7 +31,7 @@ from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
-from jaxfound.training.job import Job, Paces, open_job, prepare_once
+from jaxfound.training.job import Job, Paces, meet, open_job, prepare_once
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.saved import SavedForm
@@ -185,6 +185,7 @@ def trained(
     """Yield the events of a run in `job`; process 0 records them."""
     if job.plane.is_first:
         check_continues(cfg)
+    meet(job.plane)
     run = start(cfg, devices=devices, plane=job.plane)
     yield Event("plan", 0, {"text": run.explain()})
     with ExitStack() as opened:

@@ -46,6 +46,11 @@ def test_nobody_hangs_while_one_saves():
     assert hang(beat(29, "wait", 199), beat(29, "save", 101)).guilty == (1,)
 
 
+def test_nobody_hangs_while_one_moves_however_slowly():
+    assert hang(beat(29, "wait", 13), beat(28, "data", 4)) is None
+    assert hang(beat(29, "wait", 13), beat(29, "wait", 0)) is None
+
+
 def test_nothing_hangs_before_the_limit_of_its_phase():
     assert hang(beat(29, "wait", 9), beat(29, "data", 99)) is None
     assert hang(beat(0, "compile", 99)) is None

@@ -2,8 +2,8 @@
 
 There is an agent a host, and nothing between agents: when a process is lost, those of the other
 hosts notice within seconds and end as such, and every agent restarts its own. They meet again at
-the port of the next attempt. It does no scheduling; an engine that does (SLURM, Kubernetes) starts
-the agents.
+the port that process 0 opens for its next attempt. It does no scheduling: an engine that does
+(SLURM, Kubernetes) starts the agents.
 """
 
 import os
@@ -25,7 +25,8 @@ from jaxfound.resources.launch.policy import next_move
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.signals import GracefulStop
 
-# gRPC's list of hosts that it goes to directly.
+# What gRPC would go through, and its list of hosts that it goes to directly.
+PROXIES = frozenset({"grpc_proxy", "https_proxy", "http_proxy"})
 NO_PROXY = "no_grpc_proxy"
 POLL_S = 0.1
 # After the first end, until the others have ended by themselves: the reason is among them.
@@ -92,7 +93,7 @@ class Agent:
         The signals SIGINT and SIGTERM are passed on as the notice to save and stop. Every process
         has ended when this is over or is closed.
         """
-        attempt, fruitless, committed = self.places[0].attempt, 0, -1
+        attempt, fruitless, committed = self._first_attempt(), 0, -1
         with ExitStack() as opened:
             asked = opened.enter_context(GracefulStop())
             beats = Path(tempfile.mkdtemp(prefix="jaxfound-"))
@@ -181,6 +182,14 @@ class Agent:
                 yield Told("silent", {"process": process, "silent_s": silent_s})
                 child.kill()
 
+    def _first_attempt(self) -> int:
+        """Return the number to begin at: an agent that is started again goes on counting.
+
+        The host of process 0 begins a new attempt, others look for the one that is under way.
+        """
+        newest = self.directory.newest_attempt()
+        return newest + 1 if any(place.process == 0 for place in self.places) else max(newest, 0)
+
     def _next_attempt(self, attempt: int, children: Mapping[int, Child]) -> int:
         """Return the number of the next attempt.
 
@@ -203,8 +212,9 @@ def environment(env: Mapping[str, str], *, attempt: int, coordinator: str) -> di
     asked = [text for text in kept.pop(FAILPOINT, "").split(",") if text]
     if attempt < len(asked):
         kept[FAILPOINT] = asked[attempt]
-    direct = (env.get(NO_PROXY, ""), coordinator.rpartition(":")[0])
-    kept[NO_PROXY] = ",".join(host for host in direct if host)
+    if any(name.lower() in PROXIES for name in env):
+        direct = (env.get(NO_PROXY, ""), coordinator.rpartition(":")[0])
+        kept[NO_PROXY] = ",".join(host for host in direct if host)
     return kept
 
 

@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 900
 HEARTBEAT_TIMEOUT_S = 30
 SHUTDOWN_TIMEOUT_S = 15
-# A host that missed attempts looks this far ahead for the one that is under way.
-ATTEMPTS_AHEAD = 16
+# Attempts take the ports from the coordinator's up in turn: the one of the attempt before may still
+# be taken. A host that does not know which attempt is under way finds it among them.
+NUM_PORTS = 16
 PROBE_EVERY_S = 0.5
 # Refusals in a row after which a service that was there is gone.
 REFUSALS = 4
@@ -63,9 +64,9 @@ def join(place: Place) -> Place:
         attempt = open_attempt(host, base, first=place.attempt, timeout_s=JOIN_TIMEOUT_S)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would warn of variables that do not reach it: its channels here are direct.
-    with watched_door(host, base + attempt, watches=place.process > 0):
+    with watched_door(host, port_of(base, attempt), watches=place.process > 0):
         jax.distributed.initialize(
-            f"{host}:{base + attempt}",
+            f"{host}:{port_of(base, attempt)}",
             place.num_processes,
             place.process,
             local_device_ids=place.local_devices or None,
@@ -74,7 +75,7 @@ def join(place: Place) -> Place:
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         )
-    log.info("job.joined", extra={"process": place.process, "attempt": attempt})
+    log.info("job.joined", extra={"number": place.process, "attempt": attempt})
     return replace(place, attempt=attempt)
 
 
@@ -85,29 +86,37 @@ def split_address(address: str) -> tuple[str, int]:
         ConfigError: if it is no such text.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536 - ATTEMPTS_AHEAD:
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65536 - NUM_PORTS:
         raise ConfigError(
-            f"coordinator {address!r} is not HOST:PORT, e.g. node01:29500; PORT + the number of "
-            "the attempt must be a port too"
+            f"coordinator {address!r} is not HOST:PORT, e.g. node01:29500, with the "
+            f"{NUM_PORTS - 1} numbers above PORT being ports too"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def port_of(base: int, attempt: int) -> int:
+    """Return the port at which process 0 keeps the keys of an attempt."""
+    return base + attempt % NUM_PORTS
+
+
 def open_attempt(host: str, base: int, *, first: int, timeout_s: float | int) -> int:
     """Return the lowest attempt from `first` up whose port process 0 listens at, once one does.
+
+    All ports are looked at: an agent that was started anew does not know how many attempts it
+    has missed, nor does a host whose number is ahead.
 
     Raises:
         PeerError: if none does within `timeout_s`.
     """
     ends_s = time.monotonic() + timeout_s
     while time.monotonic() < ends_s:
-        for attempt in range(first, first + ATTEMPTS_AHEAD):
-            if listens(host, base + attempt):
+        for attempt in range(first, first + NUM_PORTS):
+            if listens(host, port_of(base, attempt)):
                 return attempt
         time.sleep(PROBE_EVERY_S)
     raise PeerError(
-        f"process 0 did not listen at {host}:{base + first} (or the {ATTEMPTS_AHEAD - 1} ports "
-        f"above) within {timeout_s:.0f} s. Is its agent started, is {host} the address that the "
+        f"process 0 did not listen at {host}:{base} to {base + NUM_PORTS - 1} "
+        f"within {timeout_s:.0f} s. Is its agent started, is {host} the address that the "
         "hosts reach each other by, and does a firewall let these ports through?",
         missing=(0,),
     )
@@ -137,7 +146,7 @@ def watched_door(host: str, port: int, *, watches: bool) -> Iterator[None]:
                 return
             refused = 0 if listens(host, port) else refused + 1
         if not joined.is_set():
-            log.error("job.lost", extra={"process": 0, "while": "joining"})
+            log.error("job.process_0_lost", extra={"while": "joining"})
             leave_now(Exit.PEER)
 
     if watches:

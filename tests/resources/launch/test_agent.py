@@ -169,11 +169,16 @@ if count == 3:
 
 
 def test_failures_that_are_asked_for_are_of_one_attempt_each():
-    env = {"JAXFOUND_FAILPOINT": "step:1:kill,data:2:hang", "A": "b", "no_grpc_proxy": "x"}
+    env = {
+        "JAXFOUND_FAILPOINT": "step:1:kill,data:2:hang",
+        "HTTPS_PROXY": "p:1",
+        "no_grpc_proxy": "x",
+    }
     found = [environment(env, attempt=n, coordinator="node01:1") for n in range(3)]
     assert [e.get("JAXFOUND_FAILPOINT") for e in found] == ["step:1:kill", "data:2:hang", None]
     assert {e["no_grpc_proxy"] for e in found} == {"x,node01"}
-    assert {e["A"] for e in found} == {"b"}
+    assert {e["HTTPS_PROXY"] for e in found} == {"p:1"}
+    assert "no_grpc_proxy" not in environment({}, attempt=0, coordinator="node01:1")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
