@@ -18,7 +18,7 @@ from jaxfound.cli.convert import convert_command
 from jaxfound.cli.data import data_app
 from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
-from jaxfound.cli.launch import launch_app
+from jaxfound.cli.launch import WORDS_LAST, launch_command
 from jaxfound.cli.launcher_flags import native_args, native_launch_args
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
@@ -35,6 +35,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("train")(train_command)
+app.command("launch", context_settings=WORDS_LAST)(launch_command)
 app.command("generate")(generate_command)
 app.command("convert")(convert_command)
 app.command("evaluate")(evaluate_command)
@@ -47,7 +48,6 @@ app.command("model")(model_command)
 app.command("config")(config_command)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
-app.add_typer(launch_app, name="launch")
 
 
 def main(args: Sequence[str] | None = None) -> None:

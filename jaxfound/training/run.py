@@ -194,6 +194,7 @@ def trained(
                 run.directory.checkpoints,
                 keep=cfg.checkpoint.keep,
                 mode=cfg.checkpoint.mode,
+                plane=job.plane,
             )
         )
         if is_done(cfg, checkpoints):
