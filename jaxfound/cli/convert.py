@@ -131,20 +131,15 @@ def hub_to_run(hub: "Hub", out: Path, *, allow_nan: bool) -> None:
     from jaxfound.models.weights import load_weights
     from jaxfound.models.weights.origin import save_origin
     from jaxfound.models.weights.writer import NewFolder
-    from jaxfound.resources.checkpoint.leaves import describe, flatten
+    from jaxfound.resources.checkpoint.saving import save_unchanging
     from jaxfound.resources.checkpoint.storage import OrbaxStorage
-    from jaxfound.resources.checkpoint.writer import Job, Writer
     from jaxfound.resources.run_directory import RunDirectory
 
     cfg = run_config(hub, out)
     arrays = load_weights(hub, allow_nan=allow_nan)
     with NewFolder(out) as folder:
         there = RunDirectory(folder)
-        # No snapshot, as a trainer's save takes one: nothing changes these arrays.
-        leaves = flatten(arrays._asdict())
-        writer = Writer(there.checkpoints, storage=OrbaxStorage(), committed=lambda step: None)
-        writer.start(Job(0, leaves, describe(leaves), {}, time.monotonic(), 0.0))  # pyright: ignore[reportArgumentType]
-        writer.close()
+        save_unchanging(there.checkpoints, 0, arrays._asdict(), storage=OrbaxStorage())
         save_config(cfg, there.config)
         save_origin(hub.folder, folder / HUB)
         save_gguf_tokenizer(hub.folder.path, folder / HUB)
@@ -241,7 +236,7 @@ class Checkpoint:
         from jaxfound.models.build import Frame
         from jaxfound.resources.checkpoint.leaves import check_fits, describe, flatten
         from jaxfound.resources.checkpoint.storage import OrbaxStorage
-        from jaxfound.resources.checkpoint.writer import STATE
+        from jaxfound.resources.checkpoint.tiers import STATE
 
         manifest = intact(directory, step=step)
         leaves = flatten(Frame(model).shapes()._asdict())
@@ -267,7 +262,7 @@ def intact(directory: Path, *, step: int | None) -> "Manifest":
         CheckpointManager,
         DamagedCheckpointError,
     )
-    from jaxfound.resources.checkpoint.manifest import find_damage
+    from jaxfound.resources.checkpoint.sums import find_damage
 
     with CheckpointManager(directory, keep=0) as checkpoints:
         found = checkpoints.latest_good() if step is None else step
@@ -275,7 +270,7 @@ def intact(directory: Path, *, step: int | None) -> "Manifest":
             raise CheckpointError(f"{directory} holds no committed checkpoint")
         manifest = checkpoints.manifest(found)
     # The newest was verified while it was looked for.
-    damage = [] if step is None else find_damage(directory / str(found), manifest)
+    damage = [] if step is None else find_damage(directory / str(found), manifest.files)
     if damage:
         raise DamagedCheckpointError(f"step {found} is damaged: {'; '.join(damage)}")
     return manifest

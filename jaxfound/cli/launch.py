@@ -66,18 +66,10 @@ def launch_command(
     first three are found. `jaxfound launch --nnodes 3 slurm CONFIG` prints a batch script.
     """
     from jaxfound.config.load import load
-    from jaxfound.config.schema import ConfigError
     from jaxfound.resources.launch.hosts import Asked
     from jaxfound.resources.launch.scripts import SCRIPTS, Request
 
-    if nproc_per_node != "gpus" and not (nproc_per_node.isdecimal() and int(nproc_per_node)):
-        raise ConfigError(f"--nproc-per-node {nproc_per_node} is not a number from 1 up, or `gpus`")
-    command, *train = words
-    if command not in ("train", *SCRIPTS) or not train:
-        raise ConfigError(
-            f"`jaxfound launch … {' '.join(words)}`: what is launched is one of train CONFIG, "
-            f"{', '.join(f'{engine} CONFIG' for engine in SCRIPTS)}"
-        )
+    command, *train = checked(words)
     # Read here too: what is refused, is refused before anything is started.
     cfg = load(Path(train[0]), [word for word in train[1:] if is_override(word)])
     if command in SCRIPTS:
@@ -87,10 +79,42 @@ def launch_command(
         )
         typer.echo(SCRIPTS[command](request), nl=False)
         return
-    per_node = 0 if nproc_per_node == "gpus" else int(nproc_per_node)
-    asked = Asked(nnodes, node_rank, coordinator, per_node, simulate_hosts, devices_per_host)
+    each = processes_of(nproc_per_node)
+    asked = Asked(nnodes, node_rank, coordinator, each, simulate_hosts, devices_per_host)
     patience = Patience(max_restarts, grace, own_disk)
     sys.exit(start_here(cfg, train, asked=asked, patience=patience))
+
+
+def checked(words: list[str]) -> list[str]:
+    """Return a command and its arguments.
+
+    Raises:
+        ConfigError: if it is none of ours, or names no config.
+    """
+    from jaxfound.config.schema import ConfigError
+    from jaxfound.resources.launch.scripts import SCRIPTS
+
+    if words[0] not in ("train", *SCRIPTS) or len(words) == 1:
+        raise ConfigError(
+            f"`jaxfound launch … {' '.join(words)}`: what is launched is one of train CONFIG, "
+            f"{', '.join(f'{engine} CONFIG' for engine in SCRIPTS)}"
+        )
+    return words
+
+
+def processes_of(nproc_per_node: str) -> int:
+    """Return the number of processes of a host, 0 for one a GPU.
+
+    Raises:
+        ConfigError: if it is no number.
+    """
+    from jaxfound.config.schema import ConfigError
+
+    if nproc_per_node == "gpus":
+        return 0
+    if not nproc_per_node.isdecimal() or not int(nproc_per_node):
+        raise ConfigError(f"--nproc-per-node {nproc_per_node} is not a number from 1 up, or `gpus`")
+    return int(nproc_per_node)
 
 
 @dataclass(frozen=True)

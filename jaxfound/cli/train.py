@@ -139,6 +139,10 @@ LINES: Mapping[str, Callable[["Event"], str]] = {
     "train": lambda e: f"step {e.step}: {step_line(e.values)}",
     "eval": _eval_line,
     "checkpoint": _checkpoint_line,
+    "save_skipped": lambda e: f"step {e.step}: NOT SAVED, the save before is still being written",
+    "uploaded": lambda e: f"step {e.step}: whole in the run's folder",
+    "stored": lambda e: f"step {e.step}: in the object store",
+    "upload_failed": lambda e: f"step {e.step}: UPLOAD FAILED, {e.values['error']}",
     "non_finite": lambda e: f"step {e.step}: NOT FINITE, update skipped, batch {e.values['batch']}",
     "straggler": lambda e: (
         f"step {e.step}: process {e.values['process']} is slow: {e.values['own_s']:.3f} s a step "

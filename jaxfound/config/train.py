@@ -84,6 +84,25 @@ class CheckpointConfig(Section):
     every: int = key(200, "steps between checkpoints; 0 = at the end only", unit="steps", ge=0)
     keep: int = key(2, "newest committed checkpoints that are kept; 0 = keep all", ge=0)
     mode: Literal["async", "sync"] = key("async", "write while training goes on, or wait")
+    local_dir: str = key(
+        "",
+        "folder on a fast disk of each host, the same path on all: saves go there first, and to "
+        "the run's folder in the background; empty = straight to the run's folder",
+    )
+    keep_local: int = key(2, "newest checkpoints that are kept in local_dir", ge=2)
+    upload_mbps: float = key(
+        0.0, "most that a host copies from local_dir to the run's folder; 0 = no limit",
+        unit="MB/s", ge=0,
+    )  # fmt: skip
+    remote: str = key(
+        "", "URL of an object store that committed checkpoints go on to, e.g. s3://bucket/run"
+    )
+    verify: Literal["full", "size"] = key(
+        "full", "before a restore every file is summed, or only its size is looked at"
+    )
+    upload_wait_s: float = key(
+        3600.0, "how long the end of a run waits for the last upload", unit="seconds", ge=0
+    )
 
 
 class WatchConfig(Section):

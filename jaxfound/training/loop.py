@@ -17,6 +17,7 @@ from jaxfound.resources.pulse import Phase, Pulse
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.step_timer import StepTime, StepTimer
 from jaxfound.resources.stragglers import Straggler
+from jaxfound.training.checkpoints import committed as saves_told
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import Event, NonFiniteError
 from jaxfound.training.state import TrainState
@@ -91,14 +92,11 @@ def fit(
     steps, done, asked = cfg.train.steps, int(state.step), ""
     tokens = cfg.train.batch_size * cfg.train.seq_len
     pulse = Pulse() if pulse is None else pulse
+    pulse.enter("data", step=done)
     watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock, pulse)
     dispatch: Phase = "compile"
     while done < steps and not asked:
-        pulse.enter("data", step=done)
-        reach("data")
-        batch = next(parts.batches)
-        pulse.enter(dispatch)
-        state, metrics = parts.step(state, batch)
+        state, metrics = advance(state, parts, pulse=pulse, phase=dispatch)
         done, dispatch = done + 1, "dispatch"
         pulse.enter("loop", step=done)
         reach("step")
@@ -113,7 +111,8 @@ def fit(
             yield held_out(parts.evaluate(state), step=done)
         if saves or asked or bad is not None:
             pulse.enter("save")
-            yield from save(state, parts, step=done, cfg=cfg)
+            must = done == steps or bool(asked) or bad is not None
+            yield from save(state, parts, step=done, cfg=cfg, must=must)
         if bad is not None:
             parts.checkpoints.wait()
             raise bad
@@ -121,12 +120,25 @@ def fit(
             watch.timer.restart(now=clock())
     pulse.enter("save")
     parts.checkpoints.wait()
+    if done == steps:
+        parts.checkpoints.finish_uploads(limit_s=cfg.checkpoint.upload_wait_s)
     yield from committed(parts)
     if done < steps:
         yield Event("stopped", done, {"signal": asked, "steps": steps})
     else:
         yield Event("finished", done, {})
     return state
+
+
+def advance(
+    state: TrainState, parts: Parts, *, pulse: Pulse, phase: Phase
+) -> tuple[TrainState, StepMetrics]:
+    """Hand the step of the next batch to the devices; return what will be its results."""
+    pulse.enter("data")
+    reach("data")
+    batch = next(parts.batches)
+    pulse.enter(phase)
+    return parts.step(state, batch)
 
 
 def due(cfg: RunConfig, done: int) -> tuple[bool, bool]:
@@ -206,8 +218,13 @@ def train_values(
     return values
 
 
-def save(state: TrainState, parts: Parts, *, step: int, cfg: RunConfig) -> Iterator[Event]:
-    """Snapshot the state as `step`; what was committed meanwhile is told."""
+def save(
+    state: TrainState, parts: Parts, *, step: int, cfg: RunConfig, must: bool
+) -> Iterator[Event]:
+    """Snapshot the state as `step`, if it `must` be even when the one before is still written.
+
+    What was committed meanwhile is told.
+    """
     metadata = {
         "data_position": step,
         "batch_size": cfg.train.batch_size,
@@ -215,15 +232,13 @@ def save(state: TrainState, parts: Parts, *, step: int, cfg: RunConfig) -> Itera
         "seed": cfg.seed,
         "optimizer": cfg.optimizer.name,
     }
-    parts.checkpoints.save(step, parts.to_saved(state)._asdict(), metadata)
+    parts.checkpoints.save(step, parts.to_saved(state)._asdict(), metadata, must=must)
     yield from committed(parts)
 
 
 def committed(parts: Parts) -> Iterator[Event]:
-    """Yield an event for each checkpoint that reached the disk since the last call."""
-    for report in parts.checkpoints.take_reports():
-        values = {k: v for k, v in report._asdict().items() if k != "step"}
-        yield Event("checkpoint", report.step, values)
+    """Yield an event for what became of each save since the last call."""
+    yield from saves_told(parts.checkpoints)
 
 
 def save_batch(batch: Batch, *, directory: RunDirectory, step: int) -> Path:

@@ -29,6 +29,7 @@ from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
+from jaxfound.training.checkpoints import open_checkpoints
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.job import Job, Paces, meet, open_job, prepare_once
@@ -190,10 +191,10 @@ def trained(
     yield Event("plan", 0, {"text": run.explain()})
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
-            CheckpointManager(
+            open_checkpoints(
+                cfg.checkpoint,
                 run.directory.checkpoints,
-                keep=cfg.checkpoint.keep,
-                mode=cfg.checkpoint.mode,
+                mesh=run.mesh,
                 plane=job.plane,
             )
         )
@@ -230,6 +231,7 @@ def told(
         state = first_state(run)
     else:
         yield Event("resume", int(state.step), {"steps": cfg.train.steps})
+    checkpoints.warm(run.saved.natural(state)._asdict())
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
     parts = parts._replace(stragglers=Paces(job, every=cfg.watch.straggler_every))

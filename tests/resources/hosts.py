@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfound.resources.checkpoint import CheckpointManager, saving
+from jaxfound.resources.checkpoint import CheckpointManager, saving, uploader
 from jaxfound.resources.checkpoint.leaves import describe, flatten
 from jaxfound.resources.checkpoint.manifest import Key
 from jaxfound.resources.checkpoint.tiers import LocalTier, SharedTier
@@ -111,3 +111,36 @@ class Hosts:
 
     def key(self, step):
         return Key(step, self.attempt)
+
+
+def records(hosts, host):
+    return uploader.read_records(hosts.locals[host].root)[0]
+
+
+def work(manager):
+    """Let the uploader of the manager's host work once."""
+    transit = manager._transit
+    return uploader.Uploader(
+        transit.local, uploader.SharedTier(manager.directory), keep=transit.keep, patience_s=0
+    ).run()
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def zero(path):
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+TAMPERS = {"flip": flip, "zero": zero, "truncate": truncate, "delete": Path.unlink}
+
+
+def largest(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)

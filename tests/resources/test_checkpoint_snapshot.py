@@ -62,7 +62,7 @@ def test_a_save_that_comes_too_early_is_skipped_and_counted(tmp_path, caplog):
         manager.wait()
         assert manager.steps() == (2, 5)
         told = manager.take_notes()
-    assert [(note.kind, note.step) for note in told] == [("skipped", 3), ("skipped", 4)]
+    assert [(note.kind, note.step) for note in told] == [("save_skipped", 3), ("save_skipped", 4)]
     assert told[-1].values == {"num_skipped": 2}
     assert caplog.messages.count("checkpoint.skipped") == 2
 

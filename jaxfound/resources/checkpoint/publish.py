@@ -78,7 +78,7 @@ def publish(shared: SharedTier, key: Key, *, is_first: bool) -> Path | None:
 
 
 def prune(shared: SharedTier, *, newest: Key, keep: int) -> list[int]:
-    """Delete what `keep` does not cover up to the step just committed, and what it has overtaken."""
+    """Delete what `keep` does not cover up to the step just committed, and what it overtook."""
     known = [step for step in steps.committed(shared.root) if step <= newest.step]
     doomed = choose.doomed(known, keep=keep)
     for step in doomed:

@@ -35,21 +35,22 @@ KINDS: Mapping[str, "NoteKind"] = {
     "damaged": "upload_failed",
 }
 
-type NoteKind = Literal["skipped", "uploaded", "stored", "upload_failed"]
+type NoteKind = Literal["save_skipped", "uploaded", "stored", "upload_failed"]
 
 
 class Note(NamedTuple):
     """Something about a save that is not its commit.
 
     Attributes:
-        kind: a save was `skipped`, a step is whole on the shared tier (`uploaded`) or in the object
-            store (`stored`), or an upload failed and is tried again (`upload_failed`).
-        step: the step; None when a failure is not of one.
+        kind: a save was not taken (`save_skipped`), a step is whole on the shared tier (`uploaded`)
+            or in the object store (`stored`), or an upload failed and is tried again
+            (`upload_failed`).
+        step: the step; 0 when a failure is not of one.
         values: plain numbers and words.
     """
 
     kind: NoteKind
-    step: int | None
+    step: int
     values: Mapping[str, object]
 
 
@@ -111,7 +112,7 @@ class Transit:
         """Count a save that was not taken because the one before is not on disk yet."""
         self.num_skipped += 1
         log.warning("checkpoint.skipped", extra={"step": step, "num_skipped": self.num_skipped})
-        self.notes.append(Note("skipped", step, {"num_skipped": self.num_skipped}))
+        self.notes.append(Note("save_skipped", step, {"num_skipped": self.num_skipped}))
 
     def after_commit(self, newest: int, *, damaged: set[int]) -> None:
         """Delete what is not to be kept below `newest` and send it on; in the writing thread."""
@@ -173,7 +174,7 @@ class Transit:
             kind = KINDS.get(cast(str, record["kind"]))
             if kind is None or (key is not None and key[1] != attempt):
                 continue
-            step = cast(int, key[0]) if key else None
+            step = cast(int, key[0]) if key else 0
             values = {k: v for k, v in record.items() if k not in ("kind", "key", "time")}
             self.notes.append(Note(kind, step, values))
 

@@ -70,6 +70,7 @@ class Uploader:
     sleep: Callable[[float], None] = time.sleep
     refused: set[Key] = field(default_factory=set[Key])
     done: set[Key] = field(default_factory=set[Key])
+    working: Key | None = None
 
     def run(self) -> bool:
         """Work until nothing is left to do; False when patience ended before that."""
@@ -107,7 +108,7 @@ class Uploader:
             for key, found in parts.items()
             if key not in self.refused
         }
-        key = choose.next_upload(
+        key = self.working = choose.next_upload(
             [key for key, found in missing.items() if found],
             committed=committed,
             begun=self.shared.begun(),
@@ -125,7 +126,7 @@ class Uploader:
             return self.turn()
         except OSError as error:
             # A full or lost disk may come back; training goes on meanwhile.
-            self._record("failed", None, error=describe_error(error))
+            self._record("failed", self.working, error=describe_error(error))
             return False, True
 
     def _is_there(self, manifest: Manifest) -> bool:
