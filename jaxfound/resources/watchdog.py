@@ -151,7 +151,10 @@ class Watchdog:
         if not self.around.hang_s or not limits.exceeded(beat):
             return
         before = self._beats()
-        self._closing.wait(SILENT_AFTER * self.around.interval_s)
+        for _ in range(SILENT_AFTER):
+            self._closing.wait(self.around.interval_s)
+            # Whoever saw it first says so, and does not stay for long.
+            self._follow_ending()
         beats = self._beats()
         silent = frozenset(
             p

@@ -37,11 +37,12 @@ MEANINGS: Mapping[int, Meaning] = {
     Exit.DONE: Meaning("done", False, False, 0),
     Exit.PREEMPTED: Meaning("saved after a notice to stop", True, False, 1),
     Exit.PEER: Meaning("lost another process", True, True, 2),
-    Exit.HANG: Meaning("made no progress", True, True, 3),
+    # Told to all processes: those that crash then have lost the one that told it.
+    Exit.HANG: Meaning("made no progress", True, True, 4),
     Exit.CHECKPOINT: Meaning("has no checkpoint it can go on from, or cannot save", False, True, 5),
     Exit.REFUSED: Meaning("was asked for what cannot be done", False, True, 6),
 }
-CRASHED = Meaning("crashed", True, True, 4)
+CRASHED = Meaning("crashed", True, True, 3)
 
 
 def meaning_of(code: int) -> Meaning:

@@ -63,6 +63,7 @@ def test_waits_double_up_to_a_limit():
         ({0: Exit.PEER, 1: KILLED, 2: Exit.PEER}, 1),
         ({0: Exit.PREEMPTED, 1: Exit.PEER}, 1),
         ({0: Exit.HANG, 1: Exit.HANG}, 0),
+        ({0: ABORTED, 1: Exit.HANG}, 1),
         ({0: CRASH, 1: Exit.REFUSED}, 1),
         ({0: Exit.DONE, 1: ABORTED}, 1),
     ],
