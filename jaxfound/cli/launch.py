@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 # What follows the first word that is no option is the command's, dashes or not.
 WORDS_LAST = {"allow_interspersed_args": False}
 
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="COMMAND CONFIG [KEY=VALUE]...",
+        help="train = start here; slurm, jobset = write what that engine is given.",
+    ),
+]
+
 
 def launch_command(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="COMMAND CONFIG [KEY=VALUE]...",
-            help="train = start here; slurm, jobset = write what that engine is given.",
-        ),
-    ],
+    words: Words,
     nnodes: Annotated[int, typer.Option(help="Hosts; 0 = as the engine says, or 1.")] = 0,
     node_rank: Annotated[int, typer.Option(help="This host, from 0; -1 = as the engine says.")] = (
         -1
@@ -42,6 +44,9 @@ def launch_command(
     max_restarts: Annotated[
         int, typer.Option(help="Restarts in a row that may commit no new step.", min=0)
     ] = 3,
+    min_nodes: Annotated[
+        int, typer.Option(help="Fewest hosts to go on with; 0 = all. slurm, or simulated hosts.")
+    ] = 0,
     grace: Annotated[float, typer.Option(help="Seconds that a process has to save and leave.")] = (
         120.0
     ),
@@ -75,13 +80,13 @@ def launch_command(
     if command in SCRIPTS:
         name = cfg.name.lower().replace("_", "-").replace(".", "-")
         request = Request(
-            name, train, nnodes or 1, gpus_per_node, minutes, notice, max_restarts, image
+            name, train, nnodes or 1, gpus_per_node, minutes, notice, max_restarts, image, min_nodes
         )
         typer.echo(SCRIPTS[command](request), nl=False)
         return
     each = processes_of(nproc_per_node)
     asked = Asked(nnodes, node_rank, coordinator, each, simulate_hosts, devices_per_host)
-    patience = Patience(max_restarts, grace, own_disk)
+    patience = Patience(max_restarts, min_nodes, grace, own_disk)
     sys.exit(start_here(cfg, train, asked=asked, patience=patience))
 
 
@@ -119,9 +124,10 @@ def processes_of(nproc_per_node: str) -> int:
 
 @dataclass(frozen=True)
 class Patience:
-    """How an agent treats its processes: restarts in vain, seconds to leave in, disks."""
+    """How an agent treats its processes: restarts in vain, hosts, seconds to leave in, disks."""
 
     max_restarts: int
+    min_hosts: int
     grace_s: float
     own_disk: Path | None
 
@@ -130,12 +136,19 @@ def start_here(
     cfg: "RunConfig", train: Sequence[str], *, asked: "Asked", patience: Patience
 ) -> int:
     """Be the agent of this host until the run is over; return the exit code."""
+    from jaxfound.config.schema import ConfigError
     from jaxfound.resources.launch.agent import Agent
     from jaxfound.resources.launch.detect import detect
     from jaxfound.resources.launch.hosts import places_of
     from jaxfound.resources.platform import num_accelerators
     from jaxfound.resources.run_directory import RunDirectory
 
+    if patience.min_hosts and not asked.simulate_hosts:
+        raise ConfigError(
+            f"--min-nodes {patience.min_hosts}: agents of several hosts do not agree on whom to "
+            "leave out. The engine does: `jaxfound launch --min-nodes … slurm`; by hand, stop the "
+            "agents and start them with another --nnodes"
+        )
     places = places_of(
         asked,
         task=detect(os.environ),
@@ -150,6 +163,7 @@ def start_here(
         places,
         directory,
         max_restarts=patience.max_restarts,
+        min_hosts=patience.min_hosts,
         grace_s=patience.grace_s,
         silent_s=2 * cfg.watch.hang_s,
         own_disk=patience.own_disk,
@@ -203,5 +217,6 @@ LINES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     ),
     "ended": _ended_line,
     "restart": lambda v: f"launch: attempt {v['attempt']} in {v['wait_s']:.0f} s: {v['why']}",
+    "dropped": lambda v: f"launch: {v['host']} is left out, {v['processes']} processes go on",
     "over": lambda v: f"launch: over, exit code {v['code']}: {v['why']}",
 }

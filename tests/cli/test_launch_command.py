@@ -35,6 +35,7 @@ def run(monkeypatch, capsys):
     [
         (["--nnodes", "3", "--", "train", CONFIG], "needs --node-rank"),
         ([*THIRD, "--coordinator", "localhost:1", "train", CONFIG], "never meet"),
+        (["--min-nodes", "2", "train", CONFIG], "do not agree on whom to leave out"),
         (["tarin", CONFIG], "one of train CONFIG, slurm CONFIG, jobset CONFIG"),
         (["--nproc-per-node", "none", "train", CONFIG], "--nproc-per-node none is not a number"),
         (["train", CONFIG, "train.stepz=3"], "train.steps"),

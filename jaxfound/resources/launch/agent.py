@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from jaxfound.resources.failpoint import VARIABLE as FAILPOINT
 from jaxfound.resources.launch.child import Child, on_own_disk
 from jaxfound.resources.launch.exits import Exit, worst
+from jaxfound.resources.launch.hosts import without_host
 from jaxfound.resources.launch.place import Place
 from jaxfound.resources.launch.policy import next_move
 from jaxfound.resources.run_directory import RunDirectory
@@ -34,7 +35,7 @@ SETTLE_S = 3.0
 # The same where they have something to do first: stacks, a save, the end of the run.
 LONG_SETTLE_S = 60.0
 
-Kind = Literal["started", "line", "silent", "stopping", "ended", "restart", "over"]
+Kind = Literal["started", "line", "silent", "stopping", "ended", "restart", "dropped", "over"]
 
 
 class Told(NamedTuple):
@@ -54,11 +55,13 @@ class End(NamedTuple):
 
     Attributes:
         code: of the process that is the reason.
+        host: that the process was on.
         committed: newest step on disk that a process knew of; -1 = none.
         next_attempt: number of the next attempt.
     """
 
     code: int
+    host: str
     committed: int
     next_attempt: int
 
@@ -74,6 +77,8 @@ class Agent:
         max_restarts: restarts in a row that may bring no committed step.
         grace_s: from the notice to stop until a process is killed.
         silent_s: a process whose heartbeat is older is killed as hung; 0 = never.
+        min_hosts: when one host fails twice in a row and nothing is committed between, go on
+            without it while so many are left; 0 = never. For an agent that has all the hosts.
         own_disk: a path at which each host sees a disk of its own, None = none; needs root.
         disks: folder of those disks.
     """
@@ -84,6 +89,7 @@ class Agent:
     max_restarts: int = 3
     grace_s: float | int = 120
     silent_s: float | int = 600
+    min_hosts: int = 0
     own_disk: Path | None = None
     disks: Path = Path("disks")
 
@@ -94,12 +100,13 @@ class Agent:
         has ended when this is over or is closed.
         """
         attempt, fruitless, committed = self._first_attempt(), 0, -1
+        places, failed = tuple(self.places), ""
         with ExitStack() as opened:
             asked = opened.enter_context(GracefulStop())
             beats = Path(tempfile.mkdtemp(prefix="jaxfound-"))
             opened.callback(shutil.rmtree, beats, ignore_errors=True)
             while True:
-                end = yield from self._attempt(attempt, asked=asked, beats=beats)
+                end = yield from self._attempt(attempt, places, asked=asked, beats=beats)
                 move = next_move(
                     end.code,
                     is_stopping=asked.requested,
@@ -114,14 +121,18 @@ class Agent:
                     return
                 attempt, fruitless = end.next_attempt, move.fruitless
                 committed = max(committed, end.committed)
+                if fruitless > 1 and end.host == failed and self._can_spare(places, failed):
+                    places, fruitless = without_host(places, failed), 0
+                    yield Told("dropped", {"host": failed, "processes": len(places)})
+                failed = end.host
 
     def _attempt(
-        self, attempt: int, *, asked: GracefulStop, beats: Path
+        self, attempt: int, places: Sequence[Place], *, asked: GracefulStop, beats: Path
     ) -> Generator[Told, None, End]:
         """Start the processes, watch them to their end, and tell why it was."""
         children: dict[int, Child] = {}
         try:
-            self._start(children, attempt=attempt, beats=beats)
+            self._start(children, places, attempt=attempt, beats=beats)
             yield Told("started", {"attempt": attempt, "processes": [*children]})
             yield from self._watch(children, asked=asked)
         finally:
@@ -130,12 +141,20 @@ class Agent:
         process, code = reason(children)
         yield Told("ended", ended(children[process], code, attempt=attempt))
         newest = max(map(committed_by, children.values()))
-        return End(code, newest, self._next_attempt(attempt, children))
+        host = next(place.host_id for place in places if place.process == process)
+        return End(code, host, newest, self._next_attempt(attempt, children))
 
-    def _start(self, children: dict[int, Child], *, attempt: int, beats: Path) -> None:
+    def _can_spare(self, places: Sequence[Place], host_id: str) -> bool:
+        """Say whether enough hosts are left without one."""
+        left = {place.host_id for place in places} - {host_id}
+        return 0 < self.min_hosts <= len(left)
+
+    def _start(
+        self, children: dict[int, Child], places: Sequence[Place], *, attempt: int, beats: Path
+    ) -> None:
         """Start every process and put it among `children`, so that none is lost if one fails."""
         logs = self.directory.logs(attempt)
-        for place in self.places:
+        for place in places:
             heartbeat = beats / f"process-{place.process}.json"
             here = replace(place, attempt=attempt, heartbeat=heartbeat)
             command = self.command

@@ -1,7 +1,7 @@
 """Which processes this agent starts: from flags, from the engine, or for simulated hosts. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxfound.config.schema import ConfigError
 from jaxfound.resources.launch.detect import Task, check_reachable
@@ -70,6 +70,12 @@ def places_of(
         Place(coordinator, nodes * per_node, rank * per_node + i, devices, 0, 0, run_id, host)
         for i, devices in enumerate(_shares(accelerators, per_node))
     )
+
+
+def without_host(places: Sequence[Place], host_id: str) -> tuple[Place, ...]:
+    """Return the processes of all hosts but one, numbered anew from 0."""
+    left = [place for place in places if place.host_id != host_id]
+    return tuple(replace(p, process=n, num_processes=len(left)) for n, p in enumerate(left))
 
 
 def _simulated(asked: Asked, *, run_id: str, port: int) -> tuple[Place, ...]:

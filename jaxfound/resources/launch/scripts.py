@@ -23,6 +23,7 @@ class Request:
         notice_s: from the engine's notice to the end; the local save must fit in.
         max_restarts: restarts in a row that may commit no step.
         image: of the container, where there is one.
+        min_nodes: fewest hosts that the run can start with; 0 = `nodes`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Request:
     notice_s: int = 180
     max_restarts: int = 3
     image: str = "jaxfound"
+    min_nodes: int = 0
 
     @property
     def agent(self) -> tuple[str, ...]:
@@ -48,11 +50,12 @@ class Request:
 def sbatch_script(asked: Request) -> str:
     """Return a batch script: one agent a host, a requeue after a pre-emption or a lost host."""
     hours, minutes = divmod(asked.minutes, 60)
+    nodes = f"{asked.min_nodes}-{asked.nodes}" if asked.min_nodes else f"{asked.nodes}"
     gpus = f"#SBATCH --gpus-per-node={asked.gpus_per_node}\n" if asked.gpus_per_node else ""
     return f"""#!/bin/bash
 # Written by `jaxfound launch slurm`. Partition and account are yours to add.
 #SBATCH --job-name={asked.name}
-#SBATCH --nodes={asked.nodes}
+#SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 {gpus}#SBATCH --exclusive
 #SBATCH --time={hours:02d}:{minutes:02d}:00

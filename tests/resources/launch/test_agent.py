@@ -213,3 +213,24 @@ time.sleep(100)
     running.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(there.read_text()), 0)
+
+
+def test_a_host_that_fails_twice_in_a_row_is_left_out_if_enough_are_left(tmp_path):
+    # The second host of three is broken; the one that was third is process 1 without it.
+    program = """
+if me.host_id == "simulated-1": sys.exit(3)
+if me.num_processes == 3: time.sleep(100)
+print(me.host_id, file=sys.stderr)
+"""
+    events, code = told(agent_of(tmp_path, program, hosts=3, min_hosts=2))
+    assert code == 0
+    assert of_kind(events, "dropped") == [{"host": "simulated-1", "processes": 2}]
+    assert [v["processes"] for v in of_kind(events, "started")] == [[0, 1, 2]] * 2 + [[0, 1]]
+    assert (tmp_path / "logs/attempt-2/process-1.log").read_text() == "simulated-2\n"
+
+
+def test_no_host_is_left_out_when_all_are_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxfound.resources.launch.policy.FIRST_WAIT_S", 0.01)
+    program = "sys.exit(3 if me.process else 77)"
+    events, code = told(agent_of(tmp_path, program, min_hosts=2))
+    assert (code, of_kind(events, "dropped")) == (3, [])

@@ -78,3 +78,8 @@ def test_a_pod_of_the_manifest_knows_where_it_is():
 
 def test_processes_are_killed_before_the_engine_does_it():
     assert float(ASKED.agent[ASKED.agent.index("--grace") + 1]) < ASKED.notice_s
+
+
+def test_a_job_may_start_with_fewer_hosts():
+    fewer = Request("big", ("a.yaml",), nodes=3, gpus_per_node=8, min_nodes=2)
+    assert "#SBATCH --nodes=2-3\n" in sbatch_script(fewer)
