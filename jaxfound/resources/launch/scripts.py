@@ -81,9 +81,6 @@ exit "$code"
 
 def jobset_manifest(asked: Request) -> str:
     """Return a JobSet: one pod a host, replaced after a pre-emption, never after a refusal."""
-    command = "\n".join(f"              - {_quoted(word)}" for word in asked.agent)
-    limit = f"\n              resources: {{limits: {{nvidia.com/gpu: {asked.gpus_per_node}}}}}"
-    gpus = limit if asked.gpus_per_node else ""
     return f"""# Written by `jaxfound launch jobset`. Volumes for data and runs are yours to add.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -122,7 +119,27 @@ spec:
               containerName: train
               operator: In
               values: [{int(Exit.REFUSED)}, {int(Exit.CHECKPOINT)}]
-        template:
+{_pod(asked)}"""
+
+
+# What can be written, by the engine's name.
+SCRIPTS: Mapping[str, Callable[[Request], str]] = {
+    "slurm": sbatch_script,
+    "jobset": jobset_manifest,
+}
+
+
+def _quoted(word: str) -> str:
+    """Return a word as a YAML string that is no number, boolean or flag of YAML."""
+    return "'" + word.replace("'", "''") + "'"
+
+
+def _pod(asked: Request) -> str:
+    """Return what each pod of a JobSet is."""
+    command = "\n".join(f"              - {_quoted(word)}" for word in asked.agent)
+    limit = f"\n              resources: {{limits: {{nvidia.com/gpu: {asked.gpus_per_node}}}}}"
+    gpus = limit if asked.gpus_per_node else ""
+    return f"""        template:
           spec:
             restartPolicy: Never
             terminationGracePeriodSeconds: {asked.notice_s}
@@ -150,15 +167,3 @@ spec:
               emptyDir:
                 medium: Memory
 """
-
-
-# What can be written, by the engine's name.
-SCRIPTS: Mapping[str, Callable[[Request], str]] = {
-    "slurm": sbatch_script,
-    "jobset": jobset_manifest,
-}
-
-
-def _quoted(word: str) -> str:
-    """Return a word as a YAML string that is no number, boolean or flag of YAML."""
-    return "'" + word.replace("'", "''") + "'"
