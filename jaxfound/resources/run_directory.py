@@ -34,9 +34,10 @@ class RunDirectory:
         """Batches of steps that were not finite."""
         return self.path / "bad_batches"
 
-    def newest_attempt(self) -> int:
-        """Return the number of the newest attempt that left logs, -1 without any."""
-        names = (path.name.removeprefix("attempt-") for path in self.path.glob("logs/attempt-*"))
+    def newest_attempt(self, process: int) -> int:
+        """Return the newest attempt of which there is a log of `process`, -1 without any."""
+        logs = self.path.glob(f"logs/attempt-*/process-{process}.log")
+        names = (path.parent.name.removeprefix("attempt-") for path in logs)
         return max((int(name) for name in names if name.isdecimal()), default=-1)
 
     def logs(self, attempt: int) -> Path:

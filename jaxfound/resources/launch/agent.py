@@ -206,8 +206,9 @@ class Agent:
 
         The host of process 0 begins a new attempt, others look for the one that is under way.
         """
-        newest = self.directory.newest_attempt()
-        return newest + 1 if any(place.process == 0 for place in self.places) else max(newest, 0)
+        first = min(place.process for place in self.places)
+        newest = self.directory.newest_attempt(first)
+        return max(newest, 0) if first else newest + 1
 
     def _next_attempt(self, attempt: int, children: Mapping[int, Child]) -> int:
         """Return the number of the next attempt.

@@ -234,3 +234,16 @@ def test_no_host_is_left_out_when_all_are_needed(tmp_path, monkeypatch):
     program = "sys.exit(3 if me.process else 77)"
     events, code = told(agent_of(tmp_path, program, min_hosts=2))
     assert (code, of_kind(events, "dropped")) == (3, [])
+
+
+def test_an_agent_that_is_started_again_goes_on_counting(tmp_path):
+    # Another host's log of a later attempt says nothing of this one's.
+    program = "print(me.attempt, file=sys.stderr)"
+    for attempt, process in ((0, 0), (1, 0), (7, 1)):
+        log = tmp_path / f"logs/attempt-{attempt}/process-{process}.log"
+        log.parent.mkdir(parents=True)
+        log.touch()
+    events, _ = told(agent_of(tmp_path, program, hosts=1))
+    assert [v["attempt"] for v in of_kind(events, "started")] == [2]
+    events, _ = told(agent_of(tmp_path, program, hosts=2, first=1))
+    assert [v["attempt"] for v in of_kind(events, "started")] == [7]
