@@ -64,7 +64,9 @@ def launched(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXFOUND_FAILPOINT", failures)
         patch.setenv("PYTHONPATH", IMPORTS)
-        events = list(Agent(command_of(folder), places, directory, **options).run())
+        events = list(
+            Agent(command_of(folder), places, directory, disks=folder / "disks", **options).run()
+        )
     return ended(cfg, events)
 
 

@@ -4,6 +4,7 @@ Each attempt of a job is killed at another place; the agent starts it again unti
 the parameters and the record are compared to the last bit: nothing was lost, repeated or skipped.
 """
 
+import os
 import random
 
 import pytest
@@ -27,10 +28,11 @@ def untouched(tmp_path_factory):
     return launched(tmp_path_factory.mktemp("untouched"), hosts=HOSTS, devices=1)
 
 
-def drilled(folder, kills, **options):
+def drilled(folder, kills, *overrides, **options):
     """The same run, killed so often."""
+    failures = ",".join(kills)
     return launched(
-        folder, hosts=HOSTS, devices=1, failures=",".join(kills), max_restarts=9, **options
+        folder, *overrides, hosts=HOSTS, devices=1, failures=failures, max_restarts=9, **options
     )
 
 
@@ -67,6 +69,18 @@ def test_five_kills_at_random(untouched, tmp_path, seed):
         for _ in range(5)
     ]
     assert_untouched(drilled(tmp_path, kills), untouched, kills=5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_kills_of_hosts_with_disks_of_their_own(untouched, tmp_path):
+    nvme = tmp_path / "nvme"
+    kills = ("save.local:2:kill@1", "step:3:kill@2", "save.manifest:2:kill@0", "restore:1:kill@1")
+    run = drilled(tmp_path, kills, f"checkpoint.local_dir={nvme}", own_disk=nvme)
+    assert_untouched(run, untouched, kills=len(kills))
+    # Each host kept its own parts, and none was written to where the disks are mounted.
+    assert len(list((tmp_path / "disks").iterdir())) == HOSTS
+    assert list(nvme.iterdir()) == []
 
 
 def test_the_drill_knows_its_places():

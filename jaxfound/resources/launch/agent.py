@@ -279,6 +279,8 @@ def ended(child: Child, code: int, *, attempt: int) -> dict[str, object]:
 
 def exit_code(code: int) -> int:
     """Return the agent's own exit code: that of the process, or what shells make of its signal."""
+    if code == -signal.SIGTERM:
+        return Exit.PREEMPTED
     return code if code >= 0 else 128 - code
 
 

@@ -1,5 +1,6 @@
 """How a process of a job ends, as a number that whoever started it can act on."""
 
+import signal
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
@@ -36,6 +37,8 @@ class Meaning(NamedTuple):
 MEANINGS: Mapping[int, Meaning] = {
     Exit.DONE: Meaning("done", False, False, 0),
     Exit.PREEMPTED: Meaning("saved after a notice to stop", True, False, 1),
+    # Only before training does nothing handle the signal: there was nothing to save.
+    -signal.SIGTERM: Meaning("was told to end before it had begun", True, False, 1),
     Exit.PEER: Meaning("lost another process", True, True, 2),
     # Told to all processes: those that crash then have lost the one that told it.
     Exit.HANG: Meaning("made no progress", True, True, 4),

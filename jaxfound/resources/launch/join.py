@@ -63,7 +63,6 @@ def join(place: Place) -> Place:
     if place.process:
         attempt = open_attempt(host, base, first=place.attempt, timeout_s=JOIN_TIMEOUT_S)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would warn of variables that do not reach it: its channels here are direct.
     with watched_door(host, port_of(base, attempt), watches=place.process > 0):
         jax.distributed.initialize(
             f"{host}:{port_of(base, attempt)}",

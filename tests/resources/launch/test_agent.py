@@ -136,6 +136,13 @@ def test_a_notice_to_stop_is_passed_on_and_ends_with_its_own_code(tmp_path, monk
     assert len(of_kind(events, "stopping")) == len(of_kind(events, "started")) == 1
 
 
+def test_a_notice_before_training_ends_as_one_that_had_nothing_to_save(tmp_path, monkeypatch):
+    (ready := tmp_path / "ready").mkdir()
+    monkeypatch.setenv("READY", str(ready))
+    early = STOPPABLE.replace("leave)", "signal.SIG_DFL)")
+    assert stopped(agent_of(tmp_path, early), ready)[1] == Exit.PREEMPTED
+
+
 def test_a_process_that_does_not_stop_is_killed_after_the_grace(tmp_path, monkeypatch):
     (ready := tmp_path / "ready").mkdir()
     monkeypatch.setenv("READY", str(ready))
