@@ -2,9 +2,11 @@
 
 Exit codes: 0 done, or nothing left to do; 1 a run ended early, or a gate was not passed, for a
 reason it printed; 2 what was asked cannot be done (config, plan, data, checkpoint); 130
-interrupted twice.
+interrupted twice. A process that an agent started ends with the codes of
+jaxfound/resources/launch/exits.py.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +19,8 @@ from jaxfound.cli.convert import convert_command
 from jaxfound.cli.data import data_app
 from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
-from jaxfound.cli.launcher_flags import native_args
+from jaxfound.cli.launch import WORDS_LAST, launch_command
+from jaxfound.cli.launcher_flags import native_args, native_launch_args
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
 from jaxfound.cli.report import report_command
@@ -33,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("train")(train_command)
+app.command("launch", context_settings=WORDS_LAST)(launch_command)
 app.command("generate")(generate_command)
 app.command("convert")(convert_command)
 app.command("evaluate")(evaluate_command)
@@ -59,12 +63,26 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if args[:1] == ["train"]:
             args[1:] = native_args(args[1:])
+        if args[:1] == ["launch"]:
+            args[1:] = native_launch_args(args[1:])
         app(args)
     except refusals() as error:
         typer.echo(f"error: {error}", err=True)
+        end_job_because(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def end_job_because(error: Exception) -> None:
+    """End a process of a job with the code that says what `error` means to its agent."""
+    from jaxfound.resources.launch.place import COORDINATOR
+
+    if COORDINATOR not in os.environ:
+        return
+    from jaxfound.resources.launch.join import leave_because
+
+    leave_because(error, is_refusal=True)
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -80,6 +98,7 @@ def refusals() -> tuple[type[Exception], ...]:
         ("jaxfound.models.weights.errors", "WeightsError"),
         ("jaxfound.training.events", "TrainingError"),
         ("jaxfound.resources.checkpoint.errors", "CheckpointError"),
+        ("jaxfound.resources.control", "PeerError"),
     ):
         if module in sys.modules:
             named.append(getattr(sys.modules[module], name))

@@ -1,6 +1,7 @@
 """`jaxfound train`: say what will happen, train, show it, end with a sample."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -13,6 +14,7 @@ from jaxfound.cli.console import ConfigPath, Overrides, open_console
 
 if TYPE_CHECKING:
     from jaxfound.config.run import RunConfig
+    from jaxfound.resources.launch.place import Place
     from jaxfound.training.events import Event
 
 SAMPLE_TOKENS = 200
@@ -34,9 +36,16 @@ def train_command(
     from jaxfound.training.run import run_directory, train
 
     cfg = load(config, overrides or ())
+    place = join_job()
     use_compile_cache(Path(cfg.runs_dir) / ".cache" / "compiled")
+    if place is not None and place.process:
+        # All processes see the same; the first one tells it.
+        leave_job(last=deque(train(cfg, place=place), maxlen=1).pop())
+        return
     console = open_console()
-    last = show(train(cfg), cfg=cfg, console=console)
+    last = show(train(cfg, place=place), cfg=cfg, console=console)
+    if place is not None:
+        leave_job(last=last)
     if last is None or last.kind != "finished":
         return
     there = run_directory(cfg)
@@ -46,9 +55,32 @@ def train_command(
             "go on, or give a new run its own name=…"
         )
         return
-    if prompt:
+    if prompt and (place is None or place.num_processes == 1):
         show_sample(there.path, prompt=prompt, console=console)
     console.print(f"next: jaxfound report {there.path} · jaxfound generate {there.path} PROMPT")
+
+
+def join_job() -> "Place | None":
+    """Join the job that an agent started this process for; None when nobody did."""
+    from jaxfound.resources.launch.place import Place
+
+    place = Place.from_env()
+    if place is None:
+        return None
+    from jaxfound.resources.launch.join import end_at_once_on_errors, join
+
+    end_at_once_on_errors()
+    return join(place)
+
+
+def leave_job(*, last: "Event | None") -> None:
+    """Leave the job in order; after a stop, with the code that says so."""
+    from jaxfound.resources.launch.exits import Exit
+    from jaxfound.resources.launch.join import leave, leave_now
+
+    leave()
+    if last is not None and last.kind == "stopped":
+        leave_now(Exit.PREEMPTED)
 
 
 def show(events: Iterator["Event"], *, cfg: "RunConfig", console: Console) -> "Event | None":
@@ -112,6 +144,10 @@ LINES: Mapping[str, Callable[["Event"], str]] = {
     "stored": lambda e: f"step {e.step}: in the object store",
     "upload_failed": lambda e: f"step {e.step}: UPLOAD FAILED, {e.values['error']}",
     "non_finite": lambda e: f"step {e.step}: NOT FINITE, update skipped, batch {e.values['batch']}",
+    "straggler": lambda e: (
+        f"step {e.step}: process {e.values['process']} is slow: {e.values['own_s']:.3f} s a step "
+        f"of its own work ({e.values['phase']}), the others {e.values['median_s']:.3f} s"
+    ),
     "stopped": lambda e: f"{e.values['signal']}: saved step {e.step} of {e.values['steps']}",
     "finished": lambda e: f"finished at step {e.step}",
 }

@@ -139,12 +139,13 @@ ALIASES: Mapping[str, Alias] = {
 
 ONE_PROCESS = (
     "`train` is one process that drives every device of its host, so there is no number of "
-    "processes to give. parallel.data, parallel.fsdp and parallel.tensor say what the devices do. "
-    "Remove it"
+    "processes to give; `jaxfound launch` takes one where there must be more. parallel.data, "
+    "parallel.fsdp and parallel.tensor say what the devices do. Remove it"
 )
 ONE_HOST = (
-    "`train` uses the devices of the host it runs on and meets no other: starting the processes of "
-    "several hosts is not in this version. Remove it to train on this host"
+    "`train` uses the devices of the host it runs on; `jaxfound launch` takes it and meets the "
+    "others: jaxfound launch --nnodes N --node-rank R --coordinator HOST:PORT -- train CONFIG. "
+    "Remove it to train on this host"
 )
 # By the word after the dashes, with underscores; a launcher writes either.
 FLAGS: Mapping[str, Flag] = {

@@ -8,13 +8,19 @@ from jaxfound.config.model import ModelConfig
 from jaxfound.config.parallel import ParallelConfig
 from jaxfound.config.precision import PrecisionConfig
 from jaxfound.config.schema import Section, key
-from jaxfound.config.train import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
+from jaxfound.config.train import (
+    CheckpointConfig,
+    DataConfig,
+    OptimizerConfig,
+    TrainConfig,
+    WatchConfig,
+)
 
 FORMAT_VERSION = 1
 
 
 class RunConfig(Section):
-    """One run: model, mesh, precision, data, optimizer, steps, checkpoints."""
+    """One run: model, mesh, precision, data, optimizer, steps, checkpoints, watch."""
 
     format_version: Literal[1] = key(FORMAT_VERSION, "version of this file's layout")
     name: str = key(
@@ -30,6 +36,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = key(OptimizerConfig(), "update rule and schedule")
     train: TrainConfig = key(..., "steps and batch")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
+    watch: WatchConfig = key(WatchConfig(), "hangs and stragglers")
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":

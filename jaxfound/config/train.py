@@ -103,3 +103,23 @@ class CheckpointConfig(Section):
     upload_wait_s: float = key(
         3600.0, "how long the end of a run waits for the last upload", unit="seconds", ge=0
     )
+
+
+class WatchConfig(Section):
+    """When a job of several processes, or one that an agent started, is said to hang or limp."""
+
+    hang_s: float = key(
+        300.0,
+        "least time without progress that is a hang, and ten usual steps; 0 = never",
+        unit="seconds",
+        ge=0,
+    )
+    slow_s: float = key(
+        3600.0,
+        "the same while preparing, compiling, restoring, saving and evaluating",
+        unit="seconds",
+        gt=0,
+    )
+    straggler_every: int = key(
+        50, "steps between comparisons of the hosts; 0 = none", unit="steps", ge=0
+    )

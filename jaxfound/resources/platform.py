@@ -46,6 +46,11 @@ def sees_accelerator(devices: Path = Path("/dev")) -> bool:
     return any(plugin.name not in CUDA_PLUGINS for plugin in entry_points(group="jax_plugins"))
 
 
+def num_accelerators(devices: Path = Path("/dev")) -> int:
+    """Return how many NVIDIA GPUs have a device file; 0 where JAX must be asked instead."""
+    return len(list(devices.glob("nvidia[0-9]*")))
+
+
 def use_virtual_cpus(num_devices: int, *, alone: bool = False) -> None:
     """Split the CPU into `num_devices` devices; call it before any backend starts.
 

@@ -33,3 +33,13 @@ class RunDirectory:
     def bad_batches(self) -> Path:
         """Batches of steps that were not finite."""
         return self.path / "bad_batches"
+
+    def newest_attempt(self, process: int) -> int:
+        """Return the newest attempt of which there is a log of `process`, -1 without any."""
+        logs = self.path.glob(f"logs/attempt-*/process-{process}.log")
+        names = (path.parent.name.removeprefix("attempt-") for path in logs)
+        return max((int(name) for name in names if name.isdecimal()), default=-1)
+
+    def logs(self, attempt: int) -> Path:
+        """What the processes of a job said in one attempt, a file each."""
+        return self.path / "logs" / f"attempt-{attempt}"

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal[
     "plan", "resume", "step", "train", "eval", "checkpoint", "save_skipped", "uploaded", "stored",
-    "upload_failed", "non_finite", "stopped", "finished",
+    "upload_failed", "non_finite", "straggler", "stopped", "finished",
 ]  # fmt: skip
 # One a step would drown the file: steps are for progress bars, `train` is their sample.
 UNRECORDED: frozenset[Kind] = frozenset({"plan", "step"})

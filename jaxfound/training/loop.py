@@ -12,8 +12,11 @@ import numpy as np
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.resources.checkpoint import CheckpointManager
+from jaxfound.resources.failpoint import reach
+from jaxfound.resources.pulse import Phase, Pulse
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.step_timer import StepTime, StepTimer
+from jaxfound.resources.stragglers import Straggler
 from jaxfound.training.checkpoints import committed as saves_told
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import Event, NonFiniteError
@@ -29,6 +32,11 @@ def never() -> str:
     return ""
 
 
+def none_slow(step: int) -> tuple[Straggler, ...]:
+    """Return that no process holds up the others."""
+    return ()
+
+
 class Parts(NamedTuple):
     """What the loop drives; each can be a fake.
 
@@ -39,6 +47,7 @@ class Parts(NamedTuple):
         checkpoints: where states are saved.
         host_batch: the batch of a step on the host, for the record of a bad one.
         to_saved: turns a state into what a checkpoint holds.
+        stragglers: the processes that hold up the others, asked after each step.
     """
 
     step: TrainStep
@@ -47,6 +56,7 @@ class Parts(NamedTuple):
     checkpoints: CheckpointManager
     host_batch: Callable[[int], Batch]
     to_saved: Callable[[TrainState], TrainState] = lambda state: state
+    stragglers: Callable[[int], tuple[Straggler, ...]] = none_slow
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Watch:
 
     timer: StepTimer
     clock: Callable[[], float]
+    pulse: Pulse
     skipped_in_row: int = 0
     pending: list[tuple[int, StepMetrics]] = field(default_factory=list)
 
@@ -67,11 +78,12 @@ def fit(
     stop: Stop,
     directory: RunDirectory,
     clock: Callable[[], float] = time.monotonic,
+    pulse: Pulse | None = None,
 ) -> Generator[Event, None, TrainState]:
     """Train from `state` to cfg.train.steps, yielding what happens, returning the last state.
 
     One step runs on the devices while the host reads the one before, so nothing waits for a
-    number; step times are from completion to completion.
+    number; step times are from completion to completion. `pulse` is told what goes on.
 
     Raises:
         NonFiniteError: a step was not finite and train.non_finite or max_skipped ends the run.
@@ -79,10 +91,15 @@ def fit(
     """
     steps, done, asked = cfg.train.steps, int(state.step), ""
     tokens = cfg.train.batch_size * cfg.train.seq_len
-    watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock)
+    pulse = Pulse() if pulse is None else pulse
+    pulse.enter("data", step=done)
+    watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock, pulse)
+    dispatch: Phase = "compile"
     while done < steps and not asked:
-        state, metrics = parts.step(state, next(parts.batches))
-        done += 1
+        state, metrics = advance(state, parts, pulse=pulse, phase=dispatch)
+        done, dispatch = done + 1, "dispatch"
+        pulse.enter("loop", step=done)
+        reach("step")
         watch.timer.dispatched(done, now=clock())
         watch.pending.append((done, metrics))
         asked = stop()
@@ -90,8 +107,10 @@ def fit(
         pauses = evaluates or saves or bool(asked)
         bad = yield from drain(cfg, watch, parts, leave=0 if pauses else 1, directory=directory)
         if evaluates and parts.evaluate is not None and bad is None:
+            pulse.enter("eval")
             yield held_out(parts.evaluate(state), step=done)
         if saves or asked or bad is not None:
+            pulse.enter("save")
             must = done == steps or bool(asked) or bad is not None
             yield from save(state, parts, step=done, cfg=cfg, must=must)
         if bad is not None:
@@ -99,6 +118,7 @@ def fit(
             raise bad
         if pauses:
             watch.timer.restart(now=clock())
+    pulse.enter("save")
     parts.checkpoints.wait()
     if done == steps:
         parts.checkpoints.finish_uploads(limit_s=cfg.checkpoint.upload_wait_s)
@@ -108,6 +128,17 @@ def fit(
     else:
         yield Event("finished", done, {})
     return state
+
+
+def advance(
+    state: TrainState, parts: Parts, *, pulse: Pulse, phase: Phase
+) -> tuple[TrainState, StepMetrics]:
+    """Hand the step of the next batch to the devices; return what will be its results."""
+    pulse.enter("data")
+    reach("data")
+    batch = next(parts.batches)
+    pulse.enter(phase)
+    return parts.step(state, batch)
 
 
 def due(cfg: RunConfig, done: int) -> tuple[bool, bool]:
@@ -138,13 +169,18 @@ def finish(
 ) -> Generator[Event, None, NonFiniteError | None]:
     """Wait for the oldest step in flight, yield its numbers, return the error that ends the run."""
     done, metrics = watch.pending.pop(0)
+    watch.pulse.enter("wait")
     numbers = jax.device_get(metrics)
+    watch.pulse.enter("loop")
     took = watch.timer.completed(done, now=watch.clock())
+    watch.pulse.step_took(took.duration_s)
     values = train_values(numbers, took, watch.timer, step=done)
     yield Event("step", done, values)
     if done % cfg.train.log_every == 0 or done == cfg.train.steps:
         yield Event("train", done, values)
     yield from committed(parts)
+    for slow in parts.stragglers(done):
+        yield Event("straggler", done, slow._asdict())
     if bool(numbers.finite):
         watch.skipped_in_row = 0
         return None
@@ -206,8 +242,9 @@ def committed(parts: Parts) -> Iterator[Event]:
 
 
 def save_batch(batch: Batch, *, directory: RunDirectory, step: int) -> Path:
-    """Write the batch of a bad step, so that it can be looked at and run again."""
-    path = directory.bad_batches / f"step-{step}.npz"
+    """Write this process's rows of a bad step, so that they can be looked at and run again."""
+    mine = f".process-{jax.process_index()}" if jax.process_count() > 1 else ""
+    path = directory.bad_batches / f"step-{step}{mine}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {k: np.asarray(v) for k, v in batch._asdict().items()}
     np.savez(path, **arrays)

@@ -1,7 +1,7 @@
 """A training run from its config: plan, mesh, data, model, state, loop."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,22 +17,23 @@ from jaxfound.config.load import save as save_config
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.config.schema import ConfigError
-from jaxfound.data import BinLoader, Prepared, load_tokenizer, prepare
+from jaxfound.data import BinLoader, Prepared, load_tokenizer
 from jaxfound.models import check_precision, describe, execution_of
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.control import ControlPlane
+from jaxfound.resources.launch.place import Place
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
-from jaxfound.resources.signals import GracefulStop
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
 from jaxfound.training.compiler_flags import options_for
 from jaxfound.training.checkpoints import open_checkpoints
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
+from jaxfound.training.job import Job, Paces, meet, open_job, prepare_once
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.saved import SavedForm
@@ -89,16 +90,20 @@ def run_directory(cfg: RunConfig) -> RunDirectory:
     return RunDirectory(Path(cfg.runs_dir) / cfg.name)
 
 
-def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
+def start(
+    cfg: RunConfig, *, devices: Sequence[Device] | None = None, plane: ControlPlane | None = None
+) -> Run:
     """Check everything that can be known before the first compile.
 
     Args:
         cfg: the run.
         devices: to train on; every device of the job by default.
+        plane: the processes that start together; those of the job by default.
 
     Raises:
         ConfigError, PlanError, DataError, TrainingError: what cannot work, in that order.
     """
+    plane = ControlPlane.of_job() if plane is None else plane
     directory = run_directory(cfg)
     table = describe(cfg.model)
     devices = jax.devices() if devices is None else devices
@@ -125,7 +130,7 @@ def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
         mesh=build_mesh(plan, devices=devices),
         frame=Frame(cfg.model, execution=execution_of(plan, cfg.precision)),
         tx=make_optimizer(cfg.optimizer, table, rules=plan.rules),
-        prepared=prepare(cfg.data, seq_len=cfg.train.seq_len, tokenizer=tokenizer),
+        prepared=prepare_once(plane, cfg, tokenizer),
     )
 
 
@@ -149,41 +154,64 @@ def check_virtual(cfg: RunConfig, *, platform: str) -> None:
 
 
 def train(
-    cfg: RunConfig, *, stop: Stop | None = None, devices: Sequence[Device] | None = None
+    cfg: RunConfig,
+    *,
+    stop: Stop | None = None,
+    devices: Sequence[Device] | None = None,
+    place: Place | None = None,
 ) -> Iterator[Event]:
     """Train as `cfg` says, from the newest checkpoint of its run if there is one.
+
+    Every process of a job calls it and is given the same events; process 0 keeps them.
 
     Args:
         cfg: the run.
         devices: to train on; every device of the job by default.
-        stop: who may end it early; the signals SIGINT and SIGTERM by default.
+        stop: who may end it early; the signals SIGINT and SIGTERM at any process by default.
+        place: where an agent put this process, which is then told how far it is.
 
     Raises:
         ConfigError, PlanError, DataError, TrainingError, CheckpointError: see their messages.
+        PeerError: another process of the job is lost.
     """
-    check_continues(cfg)
-    run = start(cfg, devices=devices)
+    with open_job(cfg, run_directory(cfg), place=place, stop=stop) as job:
+        for event in trained(cfg, job, devices=devices):
+            if event.kind in ("checkpoint", "resume"):
+                job.pulse.committed = max(job.pulse.committed, event.step)
+            yield event
+
+
+def trained(
+    cfg: RunConfig, job: Job, *, devices: Sequence[Device] | None
+) -> Generator[Event, None, None]:
+    """Yield the events of a run in `job`; process 0 records them."""
+    if job.plane.is_first:
+        check_continues(cfg)
+    meet(job.plane)
+    run = start(cfg, devices=devices, plane=job.plane)
     yield Event("plan", 0, {"text": run.explain()})
     with ExitStack() as opened:
-        if stop is None:
-            signals = opened.enter_context(GracefulStop())
-            stop = lambda: signals.signal_name
         checkpoints = opened.enter_context(
             open_checkpoints(
                 cfg.checkpoint,
                 run.directory.checkpoints,
                 mesh=run.mesh,
-                plane=ControlPlane.of_job(),
+                plane=job.plane,
             )
         )
         if is_done(cfg, checkpoints):
             yield Event("finished", cfg.train.steps, {"again": True})
             return
+        job.pulse.enter("restore")
         state = restore(run, checkpoints)
+        events = told(run, state, checkpoints, opened=opened, job=job)
+        if not job.plane.is_first:
+            yield from events
+            return
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         # Saved before the first step, so that a stopped run can always be read back.
         save_config(cfg, run.directory.config)
-        for event in told(run, state, checkpoints, opened=opened, stop=stop):
+        for event in events:
             if event.kind not in UNRECORDED:
                 metrics.write(event.kind, step=event.step, **event.values)
             yield event
@@ -195,10 +223,11 @@ def told(
     checkpoints: CheckpointManager,
     *,
     opened: ExitStack,
-    stop: Stop,
+    job: Job,
 ) -> Iterator[Event]:
     """Yield the events of the run from `state`, or from fresh weights when it is None."""
     cfg = run.cfg
+    job.pulse.enter("compile")
     if state is None:
         state = first_state(run)
     else:
@@ -206,7 +235,8 @@ def told(
     checkpoints.warm(run.saved.natural(state)._asdict())
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
-    yield from fit(cfg, state, parts, stop=stop, directory=run.directory)
+    parts = parts._replace(stragglers=Paces(job, every=cfg.watch.straggler_every))
+    yield from fit(cfg, state, parts, stop=job.stop, directory=run.directory, pulse=job.pulse)
 
 
 def first_state(run: Run) -> TrainState:

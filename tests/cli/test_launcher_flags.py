@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxfound.cli.launcher_flags import native_args
+from jaxfound.cli.launcher_flags import native_args, native_launch_args
 from jaxfound.cli.main import main
 from jaxfound.config import ConfigError
 from jaxfound.config.aliases import FLAGS
@@ -61,3 +61,48 @@ def test_the_command_says_it_in_one_line_before_anything_else(monkeypatch, capsy
 def test_the_guide_lists_every_flag():
     listed = re.findall(r"`--(\w+)", GUIDE.read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(FLAGS)
+
+
+OURS = ["--nnodes", "2", "--node-rank", "1", "--coordinator", "node01:29500"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--nnodes=2", "--node_rank=1", "--rdzv_endpoint=node01:29500"],
+        ["--nnodes", "2", "--node-rank", "1", "--master_addr", "node01", "--master_port", "29500"],
+        ["--rdzv_backend=c10d", "--nnodes=2", "--rdzv-id", "7", "--node_rank", "1", *OURS[4:]],
+    ],
+)
+@pytest.mark.parametrize("dashes", [["--"], []])
+def test_launch_takes_a_launchers_flags_about_processes(args, dashes):
+    command = ["train", "a.yaml", "train.steps=3", "--prompt", "x"]
+    assert native_launch_args([*args, *dashes, *command]) == [*OURS, *dashes, *command]
+
+
+def test_every_flag_that_train_refuses_is_taken_by_launch(caplog):
+    for name in REFUSED:
+        found = native_launch_args([f"--{name}=7", "--master_addr=a", "--master_port=7", "train"])
+        assert found[-1] == "train"
+
+
+def test_one_process_for_each_gpu_has_one_name():
+    for word in ("gpu", "auto", "gpus"):
+        args = native_launch_args([f"--nproc_per_node={word}", "train", "a.yaml"])
+        assert args[:2] == ["--nproc-per-node", "gpus"]
+
+
+def test_what_follows_the_command_is_the_commands_own():
+    args = ["--nnodes", "2", "--", "train", "--model_config", "a.yaml"]
+    assert native_launch_args(args) == ["--nnodes", "2", "--", "train", "a.yaml"]
+    with pytest.raises(ConfigError, match="--nnodes: `train`"):
+        native_launch_args(["train", "a.yaml", "--nnodes=3"])
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [(["--nnodes=1:4"], "does not change while it runs"), (["--master_addr=a"], "belong together")],
+)
+def test_launch_refuses_what_says_nothing_here(args, named):
+    with pytest.raises(ConfigError, match=named):
+        native_launch_args([*args, "train", "a.yaml"])

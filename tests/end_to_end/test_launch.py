@@ -1,0 +1,83 @@
+"""Training in several processes equals training in one, and goes on through what ends processes."""
+
+import numpy as np
+import pytest
+
+from jaxfound.resources.launch.exits import Exit
+from tests.end_to_end.launched import STEPS, launched
+from tests.training.tiny import same
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("two"), hosts=2, devices=1)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("one"), hosts=1, devices=2)
+
+
+def test_two_processes_are_bit_equal_to_one_on_the_same_mesh(one_process, two_processes):
+    assert (one_process.code, two_processes.code) == (0, 0)
+    assert len(two_processes.losses) == STEPS
+    assert two_processes.losses == one_process.losses
+    assert same(two_processes.state, one_process.state)
+
+
+def test_each_step_is_recorded_once_by_one_process(two_processes):
+    steps = [r["step"] for r in two_processes.records if r["event"] == "train"]
+    assert steps == list(range(1, STEPS + 1))
+    log = two_processes.directory.logs(0) / "process-1.log"
+    assert "step 1:" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """Four attempts of two processes, each ended in another way, and a fifth."""
+    failures = "step:1:term@1,step:3:raise@1,data:3:hang@1,step:2:kill@0"
+    return launched(tmp_path_factory.mktemp("failing"), hosts=2, devices=1, failures=failures)
+
+
+def test_a_run_that_was_interrupted_in_every_way_is_the_run_that_was_not(
+    interrupted, two_processes
+):
+    assert interrupted.code == 0
+    assert interrupted.losses == two_processes.losses
+    assert same(interrupted.state, two_processes.state)
+
+
+def test_each_end_has_the_code_that_says_what_it_was(interrupted):
+    codes = [v["code"] for v in interrupted.of_kind("ended")]
+    assert codes == [Exit.PREEMPTED, Exit.CRASH, Exit.HANG, -9, 0]
+    reasons = [v["process"] for v in interrupted.of_kind("ended")]
+    assert (reasons[1], reasons[3]) == (1, 0)
+
+
+def test_a_hang_names_who_holds_up_the_others_and_shows_the_line(interrupted):
+    logs = interrupted.directory.logs(2)
+    said = (logs / "process-0.log").read_text() + (logs / "process-1.log").read_text()
+    assert "held up by process 1" in said
+    assert (logs / "process-0.stacks.txt").exists()
+    stacks = (logs / "process-1.stacks.txt").read_text()
+    assert "failpoint.py" in stacks
+    assert "in _hang" in stacks
+
+
+def test_a_notice_to_one_process_stops_both_at_one_step(interrupted):
+    stopped = [r for r in interrupted.records if r["event"] == "stopped"]
+    assert [r["signal"] for r in stopped] == ["SIGTERM"]
+    resumes = [r["step"] for r in interrupted.records if r["event"] == "resume"]
+    assert resumes[0] == stopped[0]["step"]
+
+
+@pytest.mark.slow
+def test_three_processes_are_equal_to_one_up_to_the_order_of_sums(tmp_path):
+    three = launched(tmp_path / "three", hosts=3, devices=1)
+    one = launched(tmp_path / "one", hosts=1, devices=3)
+    assert three.losses == pytest.approx(one.losses, rel=1e-5)
+    assert three.state.keys() == one.state.keys()
+    for name, values in three.state.items():
+        np.testing.assert_allclose(values, one.state[name], rtol=1e-4, atol=1e-6)

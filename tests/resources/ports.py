@@ -1,0 +1,10 @@
+"""A port for a test's processes."""
+
+import socket
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at just now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
