@@ -113,7 +113,7 @@ def start(cfg: RunConfig, *, devices: Sequence[Device] | None = None) -> Run:
     needed_bytes = 3 * 4 * table.size * (cfg.checkpoint.keep + 1)
     for check in check_host(directory.path, needed_bytes=needed_bytes):
         if not check.ok:
-            raise TrainingError(f"{check.name}: {check.detail}. {check.way_out}")
+            raise TrainingError(check.text())
     return Run(
         cfg=cfg,
         directory=directory,
