@@ -54,11 +54,7 @@ def doctor_command(
     from jaxfound.resources.preflight.doctor import Asked, examine
     from jaxfound.resources.preflight.network import GIGABIT
 
-    if nnodes > 1 and (":" not in coordinator or node_rank >= nnodes):
-        raise typer.BadParameter(
-            f"--nnodes {nnodes} needs --coordinator HOST:PORT and a --node-rank below {nnodes}; "
-            f"here are {coordinator!r} and {node_rank}"
-        )
+    check_place(nnodes, node_rank, coordinator=coordinator)
     # The devices are only tried: most of their memory is left to whoever else is there.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     asked = Asked(
@@ -81,6 +77,19 @@ def doctor_command(
         print_report(report)
     if report.verdict == "fail":
         raise typer.Exit(1)
+
+
+def check_place(nnodes: int, node_rank: int, *, coordinator: str) -> None:
+    """Refuse a place among hosts that cannot be.
+
+    Raises:
+        typer.BadParameter: says which.
+    """
+    if nnodes > 1 and (":" not in coordinator or node_rank >= nnodes):
+        raise typer.BadParameter(
+            f"--nnodes {nnodes} needs --coordinator HOST:PORT and a --node-rank below {nnodes}; "
+            f"here are {coordinator!r} and {node_rank}"
+        )
 
 
 def config_hash(config: Path | None, overrides: list[str] | None) -> str:

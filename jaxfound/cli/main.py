@@ -17,6 +17,7 @@ from jaxfound.cli.data import data_app
 from jaxfound.cli.doctor import doctor_command
 from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
+from jaxfound.cli.goodput import goodput_command
 from jaxfound.cli.launcher_flags import native_args
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
@@ -43,6 +44,7 @@ app.command("verify-stack")(verify_stack_command)
 app.command("schedule")(schedule_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
+app.command("goodput")(goodput_command)
 app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")

@@ -25,6 +25,15 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def goodput(self) -> Path:
+        """Where the seconds went, a JSON record a line."""
+        return self.path / "goodput.jsonl"
+
+    def log(self, *, attempt: int, process: int) -> Path:
+        """Return the log of one process in one attempt, a JSON record a line."""
+        return self.path / "logs" / f"attempt-{attempt}" / f"process-{process}.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder a committed step."""
         return self.path / "checkpoints"

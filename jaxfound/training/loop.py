@@ -16,6 +16,7 @@ from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.step_timer import StepTime, StepTimer
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import Event, NonFiniteError
+from jaxfound.training.ledger import Ledger
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import StepMetrics, TrainStep
 
@@ -66,6 +67,7 @@ def fit(
     stop: Stop,
     directory: RunDirectory,
     clock: Callable[[], float] = time.monotonic,
+    ledger: Ledger | None = None,
 ) -> Generator[Event, None, TrainState]:
     """Train from `state` to cfg.train.steps, yielding what happens, returning the last state.
 
@@ -79,9 +81,15 @@ def fit(
     steps, done, asked = cfg.train.steps, int(state.step), ""
     tokens = cfg.train.batch_size * cfg.train.seq_len
     watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock)
+    ledger, activity = ledger or Ledger(), "compile"
+    ledger.enter("step")
     while done < steps and not asked:
-        state, metrics = parts.step(state, next(parts.batches))
-        done += 1
+        with ledger.span("data_wait"):
+            batch = next(parts.batches)
+        with ledger.span(activity):
+            state, metrics = parts.step(state, batch)
+        ledger.step = done = done + 1
+        activity = "step"
         watch.timer.dispatched(done, now=clock())
         watch.pending.append((done, metrics))
         asked = stop()
@@ -89,15 +97,18 @@ def fit(
         pauses = evaluates or saves or bool(asked)
         bad = yield from drain(cfg, watch, parts, leave=0 if pauses else 1, directory=directory)
         if evaluates and parts.evaluate is not None and bad is None:
-            yield held_out(parts.evaluate(state), step=done)
+            with ledger.span("eval"):
+                yield held_out(parts.evaluate(state), step=done)
         if saves or asked or bad is not None:
-            yield from save(state, parts, step=done, cfg=cfg)
+            with ledger.span("checkpoint_block"):
+                yield from save(state, parts, step=done, cfg=cfg)
         if bad is not None:
             parts.checkpoints.wait()
             raise bad
         if pauses:
             watch.timer.restart(now=clock())
-    parts.checkpoints.wait()
+    with ledger.span("checkpoint_block"):
+        parts.checkpoints.wait()
     yield from committed(parts)
     if done < steps:
         yield Event("stopped", done, {"signal": asked, "steps": steps})

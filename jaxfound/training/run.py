@@ -30,6 +30,7 @@ from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
+from jaxfound.training.ledger import Ledger, LedgerFile
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.saved import SavedForm
@@ -158,6 +159,7 @@ def train(
     Raises:
         ConfigError, PlanError, DataError, TrainingError, CheckpointError: see their messages.
     """
+    ledger = Ledger()
     check_continues(cfg)
     run = start(cfg, devices=devices)
     yield Event("plan", 0, {"text": run.explain()})
@@ -175,13 +177,19 @@ def train(
         if is_done(cfg, checkpoints):
             yield Event("finished", cfg.train.steps, {"again": True})
             return
-        state = restore(run, checkpoints)
+        with ledger.span("restore"):
+            state = restore(run, checkpoints)
+        first_step = 0 if state is None else int(state.step)
+        spent = opened.enter_context(
+            LedgerFile(run.directory.goodput, ledger, first_step=first_step)
+        )
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         # Saved before the first step, so that a stopped run can always be read back.
         save_config(cfg, run.directory.config)
-        for event in told(run, state, checkpoints, opened=opened, stop=stop):
+        for event in told(run, state, checkpoints, opened=opened, stop=stop, ledger=ledger):
             if event.kind not in UNRECORDED:
                 metrics.write(event.kind, step=event.step, **event.values)
+                spent.write()
             yield event
 
 
@@ -192,6 +200,7 @@ def told(
     *,
     opened: ExitStack,
     stop: Stop,
+    ledger: Ledger | None = None,
 ) -> Iterator[Event]:
     """Yield the events of the run from `state`, or from fresh weights when it is None."""
     cfg = run.cfg
@@ -201,7 +210,7 @@ def told(
         yield Event("resume", int(state.step), {"steps": cfg.train.steps})
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
-    yield from fit(cfg, state, parts, stop=stop, directory=run.directory)
+    yield from fit(cfg, state, parts, stop=stop, directory=run.directory, ledger=ledger)
 
 
 def first_state(run: Run) -> TrainState:
