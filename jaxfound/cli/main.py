@@ -21,6 +21,7 @@ from jaxfound.cli.goodput import goodput_command
 from jaxfound.cli.launcher_flags import native_args
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
+from jaxfound.cli.probe import probe_command
 from jaxfound.cli.report import report_command
 from jaxfound.cli.schedule import schedule_command
 from jaxfound.cli.train import train_command
@@ -44,6 +45,7 @@ app.command("verify-stack")(verify_stack_command)
 app.command("schedule")(schedule_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
+app.command("probe")(probe_command)
 app.command("goodput")(goodput_command)
 app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
