@@ -19,6 +19,7 @@ from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
 from jaxfound.cli.goodput import goodput_command
 from jaxfound.cli.launcher_flags import native_args
+from jaxfound.cli.logs import logs_app
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
 from jaxfound.cli.probe import probe_command
@@ -50,6 +51,7 @@ app.command("goodput")(goodput_command)
 app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+app.add_typer(logs_app, name="logs")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -34,6 +34,7 @@ def train_command(
     from jaxfound.training.run import run_directory, train
 
     cfg = load(config, overrides or ())
+    start_log(cfg)
     use_compile_cache(Path(cfg.runs_dir) / ".cache" / "compiled")
     console = open_console()
     last = show(train(cfg), cfg=cfg, console=console)
@@ -49,6 +50,24 @@ def train_command(
     if prompt:
         show_sample(there.path, prompt=prompt, console=console)
     console.print(f"next: jaxfound report {there.path} · jaxfound generate {there.path} PROMPT")
+
+
+def start_log(cfg: "RunConfig") -> None:
+    """Write what this process says to a file of its own, its clock against process 0's first."""
+    import os
+
+    from jaxfound.resources.clock import log_offset
+    from jaxfound.resources.collect import next_attempt
+    from jaxfound.resources.control import ControlPlane
+    from jaxfound.resources.logs import configure_logging
+    from jaxfound.training.run import run_directory
+
+    there, plane = run_directory(cfg), ControlPlane.of_job()
+    told = os.environ.get("JAXFOUND_ATTEMPT")
+    attempt = int(told) if told else next_attempt(there.path / "logs")
+    path = there.logs(attempt) / f"process-{plane.process}.jsonl"
+    configure_logging("WARNING", json_path=path, json_level="INFO")
+    log_offset(plane)
 
 
 def show(events: Iterator["Event"], *, cfg: "RunConfig", console: Console) -> "Event | None":

@@ -4,12 +4,17 @@ Source: Mills, RFC 5905 (NTP), section 8: offset and delay of one exchange; the 
 least delay bounds the error best.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxfound.resources.control import Store
+from jaxfound.resources.control import ControlPlane, Store
 
+log = logging.getLogger(__name__)
+
+# The event by which a log says how its times compare with those of process 0's log.
+OFFSET_EVENT = "clock.offset"
 ROUNDS = 10
 PAUSE_S = 0.0005
 
@@ -59,6 +64,20 @@ def measure_offset(
             best = found
     store.put(f"{name}/done/{process}", "")
     return best
+
+
+def log_offset(plane: ControlPlane, *, limit_s: float | int = 30) -> Offset | None:
+    """Measure this clock against process 0's and log it; all processes of a job make this call.
+
+    A job of one process has nothing to compare.
+    """
+    if plane.count == 1:
+        return None
+    peers = range(1, plane.count)
+    found = measure_offset(plane.store, process=plane.process, peers=peers, limit_s=limit_s)
+    if found is not None:
+        log.info(OFFSET_EVENT, extra=found._asdict())
+    return found
 
 
 def _ask(

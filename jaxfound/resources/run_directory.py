@@ -29,10 +29,6 @@ class RunDirectory:
         """Where the seconds went, a JSON record a line."""
         return self.path / "goodput.jsonl"
 
-    def log(self, *, attempt: int, process: int) -> Path:
-        """Return the log of one process in one attempt, a JSON record a line."""
-        return self.path / "logs" / f"attempt-{attempt}" / f"process-{process}.jsonl"
-
     @property
     def checkpoints(self) -> Path:
         """One folder a committed step."""
@@ -42,3 +38,7 @@ class RunDirectory:
     def bad_batches(self) -> Path:
         """Batches of steps that were not finite."""
         return self.path / "bad_batches"
+
+    def logs(self, attempt: int) -> Path:
+        """What the processes of a job said in one attempt, a file each."""
+        return self.path / "logs" / f"attempt-{attempt}"
