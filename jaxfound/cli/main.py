@@ -23,6 +23,7 @@ from jaxfound.cli.logs import logs_app
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
 from jaxfound.cli.probe import probe_command
+from jaxfound.cli.replay import replay_command
 from jaxfound.cli.report import report_command
 from jaxfound.cli.schedule import schedule_command
 from jaxfound.cli.train import train_command
@@ -47,6 +48,7 @@ app.command("schedule")(schedule_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
 app.command("probe")(probe_command)
+app.command("replay")(replay_command)
 app.command("goodput")(goodput_command)
 app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
