@@ -13,9 +13,7 @@ from typing import Literal, get_args
 
 from jaxfound.resources.metrics import MetricsWriter
 
-Activity = Literal[
-    "init", "restore", "compile", "step", "data_wait", "eval", "checkpoint_block", "other"
-]
+Activity = Literal["init", "restore", "compile", "step", "data_wait", "eval", "checkpoint_block"]
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
 

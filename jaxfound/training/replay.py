@@ -15,7 +15,6 @@ from jaxfound.data.batch import Batch
 from jaxfound.models.execution import DTYPES
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
-from jaxfound.resources.topology import Device
 from jaxfound.training.events import TrainingError
 from jaxfound.training.objective import Terms, objective_of, token_counts
 from jaxfound.training.op_by_op import Trace, Versus, run_twice
@@ -67,7 +66,6 @@ def replay(
     versus: Versus,
     bound: float | int | None = None,
     max_steps: int = 1000,
-    device: Device | None = None,
 ) -> Replay:
     """Run a step of a run again on one device, as it was and as `versus` says.
 
@@ -82,7 +80,6 @@ def replay(
         bound: relative difference of an operation that is told; BOUND_ULPS of the run's format by
             default.
         max_steps: that may be run again to come to the step.
-        device: the first local one by default.
 
     Raises:
         TrainingError: if there is no such step, or too many before it are to be run again.
@@ -92,8 +89,7 @@ def replay(
         raise TrainingError(f"step {step} is not one of the run's, 1 to {cfg.train.steps}")
     parallel = cfg.parallel.model_copy(update=ONE_BY_ONE)
     cfg = cfg.model_copy(update={"parallel": parallel})
-    devices = [device or jax.local_devices()[0]]
-    run = start(cfg, devices=devices)
+    run = start(cfg, devices=jax.local_devices()[:1])
     loader = BinLoader(
         run.prepared.train, batch_size=cfg.train.batch_size, seed=cfg.seed, order=cfg.data.order
     )

@@ -79,10 +79,16 @@ def test_a_slow_nic_a_wrong_clock_and_an_old_package_are_each_named(hosts, tmp_p
 
 
 def test_a_host_that_does_not_come_is_named_within_the_limit(hosts, tmp_path):
-    started = [hosts.start(i, tmp_path, limit_s=6, min_bps=MIN_BPS) for i in (0, 2)]
+    # One of those that come names a shared folder and the other does not: nobody waits for it.
+    shared = {"shared_dir": str(tmp_path / "shared")}
+    started = [
+        hosts.start(0, tmp_path, limit_s=6, min_bps=MIN_BPS),
+        hosts.start(2, tmp_path, limit_s=6, min_bps=MIN_BPS, **shared),
+    ]
     for process in started:
         checks = told(process)
-        assert failed(checks) == {"peers"}
+        assert failed(checks) == {"peers", "shared disk"}
+        assert "none on processes [0]" in checks["fail", "shared disk"]["value"]
         assert checks["fail", "peers"]["value"] == "process 1 is absent"
 
 

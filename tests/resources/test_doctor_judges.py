@@ -25,9 +25,11 @@ def test_an_absent_process_and_one_that_stopped_answering_are_named() -> None:
 
 def test_the_odd_one_out_is_told_to_come_in_line() -> None:
     told = {0: {"jax": "0.11.2", "numpy": "2.3"}, 1: {"jax": "0.11.2", "numpy": "2.3"}}
-    assert [c.verdict for c in agree.check_equal(told, otherwise="fail")] == ["ok"]
+    assert [c.verdict for c in agree.check_equal(told, otherwise="fail", title="software")] == [
+        "ok"
+    ]
     told[2] = {"jax": "0.11.1", "numpy": "2.3"}
-    differs, same = agree.check_equal(told, otherwise="fail")
+    differs, same = agree.check_equal(told, otherwise="fail", title="software")
     assert (differs.name, differs.verdict) == ("jax", "fail")
     assert differs.value == "0.11.2 on processes [0, 1]; 0.11.1 on processes [2]"
     assert differs.remedy == "bring process 2 in line with the others"
@@ -35,7 +37,9 @@ def test_the_odd_one_out_is_told_to_come_in_line() -> None:
 
 
 def test_a_value_that_one_host_lacks_is_a_difference() -> None:
-    (differs,) = agree.check_equal({0: {"config": "ab"}, 1: {}}, otherwise="warn")
+    (differs,) = agree.check_equal(
+        {0: {"config": "ab"}, 1: {}}, otherwise="warn", title="variables"
+    )
     assert (differs.verdict, differs.value) == (
         "warn",
         "ab on processes [0]; none on processes [1]",

@@ -31,12 +31,15 @@ def check_peers(count: int, *, present: Sequence[int], lost: Mapping[int, str]) 
     )
 
 
-def check_equal(told: Mapping[int, Mapping[str, str]], *, otherwise: Verdict) -> tuple[Check, ...]:
+def check_equal(
+    told: Mapping[int, Mapping[str, str]], *, otherwise: Verdict, title: str
+) -> tuple[Check, ...]:
     """Say what is not the same on all processes, one verdict each; one for all that is.
 
     Args:
         told: by process, values by name.
         otherwise: verdict of a difference.
+        title: of what is the same.
     """
     names = sorted({name for values in told.values() for name in values})
     groups = {name: _by_value(told, name) for name in names}
@@ -49,7 +52,7 @@ def check_equal(told: Mapping[int, Mapping[str, str]], *, otherwise: Verdict) ->
     ]
     if equal:
         value = ", ".join(f"{name} {next(iter(groups[name])) or 'none'}" for name in equal)
-        checks.append(check("equal everywhere", "ok", value, threshold=rule, remedy=""))
+        checks.append(check(title, "ok", value, threshold=rule, remedy=""))
     return tuple(checks)
 
 

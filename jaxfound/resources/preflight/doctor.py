@@ -238,14 +238,15 @@ def joint_checks(
     clocks = party.gather("clocks", None if offset is None else list(offset))
     must = party.gather("must", must_agree(config=asked.config))
     should = party.gather("should", should_agree())
+    shared = shared_checks(asked, party)
     own = {p: [from_fields(one) for one in rows] for p, rows in told.items()}
     return [
         agree.check_peers(asked.count, present=came, lost=party.lost),
-        *agree.check_equal(must, otherwise="fail"),
-        *agree.check_equal(should, otherwise="warn"),
+        *agree.check_equal(must, otherwise="fail", title="software and config"),
+        *agree.check_equal(should, otherwise="warn", title="kernel and variables"),
         agree.check_clocks({p: None if o is None else Offset(*o) for p, o in clocks.items()}),
         *(network.check_flows(flows, min_bps=asked.min_bps) if flows else ()),
-        *shared_checks(asked, party),
+        *shared,
         *agree.merged(own, {p: who.host for p, who in hosts.items()}),
     ]
 
@@ -314,6 +315,13 @@ def disk_checks(asked: Asked, party: Party, hosts: Mapping[int, Who]) -> list[Ch
 
 def shared_checks(asked: Asked, party: Party) -> list[Check]:
     """Return the verdicts on the shared folder: seen by all, and fast when all write."""
+    named = party.gather("shared dir", str(asked.shared_dir or ""))
+    if len(set(named.values())) > 1:
+        return list(
+            agree.check_equal(
+                {p: {"shared disk": name} for p, name in named.items()}, otherwise="fail", title=""
+            )
+        )
     folder = asked.shared_dir
     if folder is None:
         return []
