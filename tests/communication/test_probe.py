@@ -121,6 +121,8 @@ def test_a_plan_reads_the_measured_links(tmp_path):
 def test_the_command_ends_with_1_when_the_wires_are_slower_than_asked(
     tmp_path, capsys, monkeypatch
 ):
+    # The root logger belongs to the test runner here.
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
     out, devices = tmp_path / "here.yaml", all_devices()[:2]
     monkeypatch.setattr("jaxfound.resources.topology.all_devices", lambda: devices)
     words = ["--max-mib", "0.001", "--rounds", "1", "--min-share", "1e6", "--out", str(out)]

@@ -119,7 +119,9 @@ def test_attempts_are_numbered_on(tmp_path):
     assert next_attempt(tmp_path / "logs") == 11
 
 
-def test_the_command_prints_a_line_a_record(tmp_path, capsys):
+def test_the_command_prints_a_line_a_record(tmp_path, capsys, monkeypatch):
+    # The root logger belongs to the test runner here.
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
     write(tmp_path, 0, said(0.5, "checkpoint.saved", step=4), torn="{")
     with pytest.raises(SystemExit) as ended:
         main(["logs", "collect", str(tmp_path)])

@@ -145,8 +145,8 @@ def test_every_host_sends_to_every_other_or_to_a_few_of_very_many() -> None:
 
 
 MOUNTS = """/dev/sda1 / ext4 rw 0 0
-server:/home /home nfs4 rw 0 0
-/dev/nvme0 /home/local\\040disk xfs rw 0 0
+server:/net /net nfs4 rw 0 0
+/dev/nvme0 /net/local\\040disk xfs rw 0 0
 ssh /far fuse.sshfs rw 0 0
 """
 
@@ -155,8 +155,8 @@ ssh /far fuse.sshfs rw 0 0
     ("folder", "kind", "networked"),
     [
         ("/none/runs", "ext4", False),
-        ("/home", "nfs4", True),
-        ("/homework", "ext4", False),
+        ("/net", "nfs4", True),
+        ("/network", "ext4", False),
     ],
 )
 def test_the_file_system_of_a_folder_is_that_of_the_nearest_mount(folder, kind, networked) -> None:

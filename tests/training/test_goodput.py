@@ -164,7 +164,11 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_its_wall_clock(killed_an
         assert found.seconds[activity] > 0, activity
 
 
-def test_the_table_ends_with_the_share_of_steps_that_stayed(killed_and_resumed, capsys):
+def test_the_table_ends_with_the_share_of_steps_that_stayed(
+    killed_and_resumed, capsys, monkeypatch
+):
+    # The root logger belongs to the test runner here.
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
     from jaxfound.cli.main import main
 
     cfg, _, _ = killed_and_resumed

@@ -157,7 +157,9 @@ def test_a_step_that_was_not_finite_is_run_again_and_its_first_bad_operation_nam
 
 
 @pytest.mark.slow
-def test_a_good_step_is_reached_by_running_those_before_it(exploded, capsys):
+def test_a_good_step_is_reached_by_running_those_before_it(exploded, capsys, monkeypatch):
+    # The root logger belongs to the test runner here.
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
     cfg, step = exploded
     folder = run_directory(cfg)
     (loss,) = [
