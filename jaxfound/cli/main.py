@@ -17,12 +17,17 @@ from jaxfound.cli.ckpt import ckpt_app
 from jaxfound.cli.config import config_command
 from jaxfound.cli.convert import convert_command
 from jaxfound.cli.data import data_app
+from jaxfound.cli.doctor import doctor_command
 from jaxfound.cli.evaluate import evaluate_command
 from jaxfound.cli.generate import generate_command
+from jaxfound.cli.goodput import goodput_command
 from jaxfound.cli.launch import WORDS_LAST, launch_command
 from jaxfound.cli.launcher_flags import native_args, native_launch_args
+from jaxfound.cli.logs import logs_app
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
+from jaxfound.cli.probe import probe_command
+from jaxfound.cli.replay import replay_command
 from jaxfound.cli.report import report_command
 from jaxfound.cli.schedule import schedule_command
 from jaxfound.cli.train import train_command
@@ -47,9 +52,14 @@ app.command("verify-stack")(verify_stack_command)
 app.command("schedule")(schedule_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
+app.command("probe")(probe_command)
+app.command("replay")(replay_command)
+app.command("goodput")(goodput_command)
+app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
 app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(bench_app, name="bench")
+app.add_typer(logs_app, name="logs")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -37,6 +37,7 @@ def train_command(
 
     cfg = load(config, overrides or ())
     place = join_job()
+    start_log(cfg, place)
     use_compile_cache(Path(cfg.runs_dir) / ".cache" / "compiled")
     if place is not None and place.process:
         # All processes see the same; the first one tells it.
@@ -71,6 +72,21 @@ def join_job() -> "Place | None":
 
     end_at_once_on_errors()
     return join(place)
+
+
+def start_log(cfg: "RunConfig", place: "Place | None") -> None:
+    """Write what this process says to a file of its own, its clock against process 0's first."""
+    from jaxfound.resources.clock import log_offset
+    from jaxfound.resources.collect import next_attempt
+    from jaxfound.resources.control import ControlPlane
+    from jaxfound.resources.logs import configure_logging
+    from jaxfound.training.run import run_directory
+
+    there, plane = run_directory(cfg), ControlPlane.of_job()
+    attempt = next_attempt(there.path / "logs") if place is None else place.attempt
+    path = there.logs(attempt) / f"process-{plane.process}.jsonl"
+    configure_logging("WARNING", json_path=path, json_level="INFO")
+    log_offset(plane)
 
 
 def leave_job(*, last: "Event | None") -> None:

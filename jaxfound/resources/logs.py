@@ -6,6 +6,7 @@ and `configure_logging` is for programs that have none.
 
 import logging
 import sys
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from jaxfound.resources import json_lines
@@ -13,29 +14,48 @@ from jaxfound.resources import json_lines
 # Our packages: `level` is theirs, and other packages are heard from WARNING up.
 LOGGERS = ("jaxfound", "pallas_kernels")
 Level = int | str
+# A process keeps its newest records: one file that grows to this size, and so many full ones.
+MAX_BYTES = 16 * 2**20
+FULL_FILES = 3
 
 # What every record has; anything else came in through `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def configure_logging(level: Level = "INFO", *, json_path: Path | None = None) -> None:
+def configure_logging(
+    level: Level = "INFO",
+    *,
+    json_path: Path | None = None,
+    json_level: Level | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> None:
     """Show records on stderr, and append them to `json_path` as JSON lines.
 
     The handlers sit on the root logger: without one there, the first library that logs through
     `logging.info` puts up a handler of its own, which says everything a second time. Handlers of an
     earlier call are replaced, those of others are left alone.
 
+    Args:
+        level: of what is shown.
+        json_path: a file of this process alone; full, it becomes `….1`, that one `….2` and so on.
+        json_level: of what is written there; `level` by default.
+        max_bytes: at which a file is full.
+
     Raises:
         ValueError: if `level` is no level.
     """
     handlers: list[logging.Handler] = [StderrHandler()]
+    handlers[0].setLevel(level)
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        file = OurFileHandler(json_path, encoding="utf-8", delay=True)
+        file = OurFileHandler(
+            json_path, encoding="utf-8", delay=True, maxBytes=max_bytes, backupCount=FULL_FILES
+        )
         file.setFormatter(JsonFormatter())
+        file.setLevel(level if json_level is None else json_level)
         handlers.append(file)
     for name in LOGGERS:
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(min(handler.level for handler in handlers))
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h, StderrHandler | OurFileHandler)]:
         root.removeHandler(old)
@@ -91,7 +111,7 @@ class StderrHandler(logging.Handler):
         sys.stderr.flush()
 
 
-class OurFileHandler(logging.FileHandler):
+class OurFileHandler(RotatingFileHandler):
     """A file that `configure_logging` opened and may close."""
 
 

@@ -25,6 +25,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def goodput(self) -> Path:
+        """Where the seconds went, a JSON record a line."""
+        return self.path / "goodput.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder a committed step."""
         return self.path / "checkpoints"

@@ -157,6 +157,20 @@ class Topology:
         return cls(*parse_text(text))
 
 
+def all_devices() -> tuple[Device, ...]:
+    """Return every device of the job, in the order of its processes; starts the JAX backend."""
+    return tuple(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
+
+
+def first_device(platform: str) -> Device:
+    """Return this process's first device of a platform, e.g. `cpu`.
+
+    Raises:
+        RuntimeError: if there is none, or JAX was told not to use that platform.
+    """
+    return jax.local_devices(backend=platform)[0]
+
+
 def equal_parts(process_of_device: Sequence[int]) -> tuple[int, int]:
     """Return how many processes hold these devices, and how many each of them holds.
 

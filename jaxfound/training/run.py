@@ -29,11 +29,12 @@ from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.batches import local_rows, to_devices
-from jaxfound.training.compiler_flags import options_for
 from jaxfound.training.checkpoints import open_checkpoints
+from jaxfound.training.compiler_flags import options_for
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.job import Job, Paces, meet, open_job, prepare_once
+from jaxfound.training.ledger import Ledger, LedgerFile
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.saved import SavedForm
@@ -121,7 +122,7 @@ def start(
     needed_bytes = 3 * 4 * table.size * (cfg.checkpoint.keep + 1)
     for check in check_host(directory.path, needed_bytes=needed_bytes):
         if not check.ok:
-            raise TrainingError(f"{check.name}: {check.detail}. {check.way_out}")
+            raise TrainingError(check.text())
     return Run(
         cfg=cfg,
         directory=directory,
@@ -185,6 +186,7 @@ def trained(
     cfg: RunConfig, job: Job, *, devices: Sequence[Device] | None
 ) -> Generator[Event, None, None]:
     """Yield the events of a run in `job`; process 0 records them."""
+    ledger = Ledger()
     if job.plane.is_first:
         check_continues(cfg)
     meet(job.plane)
@@ -203,17 +205,23 @@ def trained(
             yield Event("finished", cfg.train.steps, {"again": True})
             return
         job.pulse.enter("restore")
-        state = restore(run, checkpoints)
-        events = told(run, state, checkpoints, opened=opened, job=job)
+        with ledger.span("restore"):
+            state = restore(run, checkpoints)
+        events = told(run, state, checkpoints, opened=opened, job=job, ledger=ledger)
         if not job.plane.is_first:
             yield from events
             return
+        first_step = 0 if state is None else int(state.step)
+        spent = opened.enter_context(
+            LedgerFile(run.directory.goodput, ledger, first_step=first_step)
+        )
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         # Saved before the first step, so that a stopped run can always be read back.
         save_config(cfg, run.directory.config)
         for event in events:
             if event.kind not in UNRECORDED:
                 metrics.write(event.kind, step=event.step, **event.values)
+                spent.write()
             yield event
 
 
@@ -224,6 +232,7 @@ def told(
     *,
     opened: ExitStack,
     job: Job,
+    ledger: Ledger,
 ) -> Iterator[Event]:
     """Yield the events of the run from `state`, or from fresh weights when it is None."""
     cfg = run.cfg
@@ -236,7 +245,15 @@ def told(
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
     parts = parts._replace(stragglers=Paces(job, every=cfg.watch.straggler_every))
-    yield from fit(cfg, state, parts, stop=job.stop, directory=run.directory, pulse=job.pulse)
+    yield from fit(
+        cfg,
+        state,
+        parts,
+        stop=job.stop,
+        directory=run.directory,
+        pulse=job.pulse,
+        ledger=ledger,
+    )
 
 
 def first_state(run: Run) -> TrainState:

@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch, capsys):
     """Runs the command in this process, which imports nothing anew: its exit code and output."""
     monkeypatch.chdir(tmp_path)
     # The root logger belongs to the test runner here.
-    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level, **_: None)
 
     def run(*args):
         with pytest.raises(SystemExit) as left:

@@ -50,7 +50,7 @@ def test_a_model_config_without_one_file_is_refused(args):
 
 def test_the_command_says_it_in_one_line_before_anything_else(monkeypatch, capsys):
     # The root logger belongs to the test runner here.
-    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level, **_: None)
     with pytest.raises(SystemExit) as left:
         main(["train", "nowhere.yaml", "--nnodes", "3", "--rdzv_endpoint", "node01:29500"])
     printed = capsys.readouterr()

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxfound.resources import preflight
+from jaxfound.resources.preflight import host as preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,12 +32,12 @@ def test_the_version_ranges_are_those_of_the_project_file():
 def test_a_version_is_compared_as_numbers(found, ok):
     check = preflight.check_versions({"jax": found})[0]
     assert (check.name, check.ok) == ("jax", ok)
-    assert found in check.detail
-    assert check.way_out == ("" if ok else 'install it: pip install "jax>=0.11.2,<0.12"')
+    assert check.value == found
+    assert check.remedy == ("" if ok else 'install it: pip install "jax>=0.11.2,<0.12"')
 
 
 def test_a_package_that_is_not_installed_is_said_to_be_so():
-    assert "not installed" in preflight.check_versions({})[1].detail
+    assert preflight.check_versions({})[1].value == "not installed"
 
 
 @pytest.mark.parametrize(("found", "ok"), [((3, 11, 9), False), ((3, 12, 0), True), ((4, 0), True)])
@@ -55,13 +55,13 @@ def test_a_folder_that_cannot_hold_files_is_found_by_trying():
     # /proc refuses new files to everyone, root included.
     check = preflight.check_writable(Path("/proc/self"))
     assert not check.ok
-    assert "runs_dir" in check.way_out
+    assert "runs_dir" in check.remedy
 
 
 def test_a_full_disk_is_found_before_the_run(tmp_path):
     check = preflight.check_free_disk(tmp_path, needed_bytes=10**18)
     assert not check.ok
-    assert "the run needs 931322574.62 GiB" in check.detail
+    assert "the run needs 931322574.62 GiB" in check.text()
     assert preflight.check_free_disk(tmp_path / "new" / "run", needed_bytes=0).ok
 
 
@@ -69,4 +69,4 @@ def test_a_full_disk_is_found_before_the_run(tmp_path):
 def test_the_layout_has_as_many_devices_as_there_are(asked, ok):
     check = preflight.check_devices(asked, found=8, kind="cpu")
     assert check.ok is ok
-    assert f"asks for {asked} devices, here are 8 (cpu)" in check.detail
+    assert f"asks for {asked} devices, here are 8 (cpu)" in check.value
