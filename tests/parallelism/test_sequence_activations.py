@@ -95,8 +95,10 @@ def test_an_h200_program_scatters_the_sums_of_blocks_and_needs_less_memory():
     for activations in ("replicated", "sequence"):
         cfg = run_config(
             model_config("gqa", num_layers=4),
-            rows=16,
-            length=256,
+            rows=32,
+            length=128,
+            # In float32 the gradients of one input's products are added before they are scattered.
+            precision={"compute": "bfloat16"},
             parallel={"tensor": 2, "remat": "full", "activations": activations},
         )
         plan = make_plan(cfg, Topology.parse("1x2:h200"), params=describe(cfg.model))
