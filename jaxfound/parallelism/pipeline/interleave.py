@@ -24,6 +24,7 @@ from jaxfound.parallelism.pipeline.opened import (
     bytes_of,
     each_once,
     needed_for,
+    shape_of,
     variables,
 )
 from jaxfound.parallelism.pipeline.order import Graph, Window, exchanges, windows_of
@@ -58,8 +59,8 @@ def _results(traced: Jaxpr) -> list[jax.Array]:
     wanted = [v if isinstance(v, Literal) else once.stands_for.get(v, v) for v in flat.outvars]
     eqns = needed_for(once.eqns, wanted)
     graph = Graph.of(eqns)
-    windows = [window for window in windows_of(graph) if window.beside]
-    if not windows:
+    windows = windows_of(graph)
+    if not any(window.beside for window in windows):
         return jaxpr_as_fun(traced)()
     values = dict(zip(flat.constvars, flat.consts, strict=True))
     return _Run(eqns, graph, values).results(windows, wanted)
@@ -80,20 +81,27 @@ class _Run:
         self.read_later |= {*variables(wanted)}
         self.made_at: dict[Var, int] = {}
         self.done: set[int] = set()
-        for window in windows:
-            self.hold(window)
+        self.turn: dict[int, dict[Var, Any]] = {}
+        to_send = [window.exchange for window in windows]
+        for number, window in enumerate(windows):
+            self.hold(window, to_send[number + 1 :])
         self.make(range(len(self.eqns)))
         return [self.read(v) for v in wanted]
 
-    def hold(self, window: Window) -> None:
-        """Run an exchange and its products, these neither before its start nor behind its end."""
+    def hold(self, window: Window, later: Sequence[int]) -> None:
+        """Run an exchange and its products, these neither before its start nor behind its end.
+
+        Exchanges that are `later` and could start already wait for that end: they have one wire.
+        """
         exchange, beside = window.exchange, set(window.beside)
         self.make(self.before([*window.ahead, exchange]) - {exchange})
         behind = {i: self.before([i]) for i in window.beside}
         heads = [i for i in window.beside if behind[i] & beside == {i}]
         inner = set().union(*(behind[i] - {i} for i in window.beside))
         starts = [self.boundary({exchange}), *(self.latest(behind[i]) for i in heads)]
-        held = lax.optimization_barrier([[self.values[v] for v in vs] for vs in starts])
+        mine = self.values | self.turn.get(exchange, {})
+        given = [[mine[v] for v in starts[0]], *([self.values[v] for v in vs] for vs in starts[1:])]
+        held = lax.optimization_barrier(given)
         for work, vs, values in zip(
             [{exchange}, *(behind[i] for i in heads)], starts, held, strict=True
         ):
@@ -101,9 +109,11 @@ class _Run:
         ends = [v for i in window.beside if i not in inner for v in self.ends(i)]
         gives = [*(v for v in self.eqns[exchange].outvars if v in self.read_later), *ends]
         gives = list(dict.fromkeys(gives))
-        self.values.update(
-            zip(gives, lax.optimization_barrier([self.values[v] for v in gives]), strict=True)
-        )
+        turns = {i: self.boundary({i}) for i in later if self.before([i]) == {i}}
+        queued = {i: [self.turn.get(i, self.values)[v] for v in vs] for i, vs in turns.items()}
+        over, waiting = lax.optimization_barrier(([self.values[v] for v in gives], queued))
+        self.values.update(zip(gives, over, strict=True))
+        self.turn |= {i: dict(zip(turns[i], waiting[i], strict=True)) for i in turns}
 
     def boundary(self, work: Iterable[int]) -> list[Var]:
         """Return the arrays that operations read and others have made.
@@ -114,7 +124,7 @@ class _Run:
         eqns = [self.eqns[i] for i in work]
         made = {v for eqn in eqns for v in eqn.outvars}
         read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
-        return [v for v in read if v in self.maker and v not in made and v.aval.shape]
+        return [v for v in read if v in self.maker and v not in made and shape_of(v).shape]
 
     def ends(self, i: int) -> list[Var]:
         """Run an operation, and return a value that is there once it is done, if one can be held.
@@ -186,5 +196,5 @@ class _Run:
         """Return what was made last of what operations read; a parameter if they read no other."""
         eqns = [self.eqns[i] for i in work]
         made = {v for eqn in eqns for v in eqn.outvars}
-        read = {v for eqn in eqns for v in variables(eqn.invars) if v.aval.shape} - made
+        read = {v for eqn in eqns for v in variables(eqn.invars) if shape_of(v).shape} - made
         return sorted(read, key=lambda v: (self.made_at.get(v, -1), -bytes_of(v)))[-1:]
