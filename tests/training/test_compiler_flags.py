@@ -45,7 +45,9 @@ def test_stages_that_send_tokens_to_experts_are_scheduled_with_95_percent_of_the
 
 def test_other_layouts_and_other_platforms_keep_the_compilers_defaults():
     assert options(planned("parallel.expert=8", "parallel.data=4", "train.batch_size=512")) == {}
-    assert SCHEDULER_FLAG not in options(planned("parallel.pipeline=4", "parallel.data=8", "train.batch_size=128"))
+    assert SCHEDULER_FLAG not in options(
+        planned("parallel.pipeline=4", "parallel.data=8", "train.batch_size=128")
+    )
     assert options(planned(*STAGES), kind="cpu") == {}
 
 

@@ -81,27 +81,21 @@ class _Run:
         self.read_later |= {*variables(wanted)}
         self.made_at: dict[Var, int] = {}
         self.done: set[int] = set()
-        self.turn: dict[int, dict[Var, Any]] = {}
-        to_send = [window.exchange for window in windows]
-        for number, window in enumerate(windows):
-            self.hold(window, to_send[number + 1 :])
+        for window in windows:
+            if window.beside:
+                self.hold(window)
         self.make(range(len(self.eqns)))
         return [self.read(v) for v in wanted]
 
-    def hold(self, window: Window, later: Sequence[int]) -> None:
-        """Run an exchange and its products, these neither before its start nor behind its end.
-
-        Exchanges that are `later` and could start already wait for that end: they have one wire.
-        """
+    def hold(self, window: Window) -> None:
+        """Run an exchange and its products, these neither before its start nor behind its end."""
         exchange, beside = window.exchange, set(window.beside)
         self.make(self.before([*window.ahead, exchange]) - {exchange})
         behind = {i: self.before([i]) for i in window.beside}
         heads = [i for i in window.beside if behind[i] & beside == {i}]
         inner = set().union(*(behind[i] - {i} for i in window.beside))
         starts = [self.boundary({exchange}), *(self.latest(behind[i]) for i in heads)]
-        mine = self.values | self.turn.get(exchange, {})
-        given = [[mine[v] for v in starts[0]], *([self.values[v] for v in vs] for vs in starts[1:])]
-        held = lax.optimization_barrier(given)
+        held = lax.optimization_barrier([[self.values[v] for v in vs] for vs in starts])
         for work, vs, values in zip(
             [{exchange}, *(behind[i] for i in heads)], starts, held, strict=True
         ):
@@ -109,11 +103,8 @@ class _Run:
         ends = [v for i in window.beside if i not in inner for v in self.ends(i)]
         gives = [*(v for v in self.eqns[exchange].outvars if v in self.read_later), *ends]
         gives = list(dict.fromkeys(gives))
-        turns = {i: self.boundary({i}) for i in later if self.before([i]) == {i}}
-        queued = {i: [self.turn.get(i, self.values)[v] for v in vs] for i, vs in turns.items()}
-        over, waiting = lax.optimization_barrier(([self.values[v] for v in gives], queued))
+        over = lax.optimization_barrier([self.values[v] for v in gives])
         self.values.update(zip(gives, over, strict=True))
-        self.turn |= {i: dict(zip(turns[i], waiting[i], strict=True)) for i in turns}
 
     def boundary(self, work: Iterable[int]) -> list[Var]:
         """Return the arrays that operations read and others have made.

@@ -27,10 +27,6 @@ KERNELS = frozenset(
 # message. Those of an H200 in round numbers; the order follows from what they are to each other.
 FLOPS, MEMORY_BPS, WIRE_BPS, MESSAGE_S = 1e15, 5e12, 2e11, 2e-5
 
-# A send with less than this share of an operation left is waited for rather than covered by it, if
-# more hangs on the send: the operation is worth more beside a long one.
-PATIENCE = 0.3
-
 
 @dataclass(frozen=True)
 class Window:
@@ -171,15 +167,7 @@ class _Walk:
             self.sending = i, self.now + self.graph.wire_s[i]
 
     def compute(self) -> None:
-        """Run what the longest chain waits behind, or wait for a send that is nearly over."""
-        tail, i = self.to_compute[0]
-        if self.sending is not None:
-            sent, over_at = self.sending
-            is_short = over_at - self.now < PATIENCE * self.graph.work_s[i]
-            if is_short and -tail < self.graph.tail_s[sent]:
-                self.now = over_at
-                return
-        heapq.heappop(self.to_compute)
+        _, i = heapq.heappop(self.to_compute)
         self.now += self.graph.work_s[i]
         (self.ahead if self.sending is None else self.beside).append(i)
         self.release(self.finished(i))
