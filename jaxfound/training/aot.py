@@ -149,7 +149,7 @@ def compile_step(
         buffers = largest_buffers(Path(folder), program)
     row, capacity_bytes = hardware.find(target.kind), plan.ledger.capacity_bytes
     traced = sent_in(program, plan, host_of=hosts_of(mesh, plan, target), peaks=peaks_of(row))
-    chosen = options_for(plan, mesh).get(SLOP_FLAG)
+    chosen = options_for(plan, target.kind).get(SLOP_FLAG)
     slop = int(chosen or slop_percent()) if row.platform == "cuda" else None
     notes = notes_of(traced, memory, capacity_bytes=capacity_bytes, slop_percent=slop)
     return CompiledStep(
@@ -220,9 +220,8 @@ def abstract_step(
     check_precision(cfg.precision, table)
     frame = Frame(cfg.model, execution=execution_of(plan, cfg.precision))
     tx = make_optimizer(cfg.optimizer, table, rules=plan.rules)
-    step = make_train_step(
-        cfg, frame, tx, schedule=make_schedule(cfg), mesh=mesh, options=options_for(plan, mesh)
-    )
+    options = options_for(plan, mesh.devices.flat[0].device_kind)
+    step = make_train_step(cfg, frame, tx, schedule=make_schedule(cfg), mesh=mesh, options=options)
     rows = (cfg.train.batch_size, cfg.train.seq_len)
     place = batch_sharding(frame, mesh)
     numbers = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=place)

@@ -5,8 +5,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jax.sharding import Mesh
-
 from jaxfound.config.parallel import AXES
 from jaxfound.parallelism.plan import ParallelPlan
 from pallas_kernels import hardware
@@ -76,14 +74,13 @@ FLAGS: Mapping[hardware.Platform, tuple[Flag, ...]] = {
 }
 
 
-def options_for(plan: ParallelPlan, mesh: Mesh) -> dict[str, str]:
-    """Return the compiler's options of a step on a mesh, by flag.
+def options_for(plan: ParallelPlan, device_kind: str) -> dict[str, int | bool]:
+    """Return the compiler's options of a plan's step on devices of a kind, by flag.
 
-    What XLA_FLAGS says of a flag stands: options would come before it.
+    What XLA_FLAGS says of a flag stands: an option would come before it.
     """
     said = set(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
-    row = hardware.find(mesh.devices.flat[0].device_kind)
-    found = (
-        (f.name, f.value(plan, row)) for f in FLAGS.get(row.platform, ()) if f.name not in said
-    )
-    return {name: str(value).lower() for name, value in found if value is not None}
+    row = hardware.find(device_kind)
+    flags = [flag for flag in FLAGS.get(row.platform, ()) if flag.name not in said]
+    values = ((flag.name, flag.value(plan, row)) for flag in flags)
+    return {name: value for name, value in values if value is not None}

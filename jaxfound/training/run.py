@@ -310,7 +310,7 @@ def make_parts(
 def train_step_of(run: Run) -> TrainStep:
     """Return the compiled step of a run."""
     schedule = make_schedule(run.cfg)
-    options = options_for(run.plan, run.mesh)
+    options = options_for(run.plan, run.mesh.devices.flat[0].device_kind)
     return make_train_step(
         run.cfg, run.frame, run.tx, schedule=schedule, mesh=run.mesh, options=options
     )

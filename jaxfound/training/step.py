@@ -65,7 +65,7 @@ def make_train_step(
     *,
     schedule: Schedule,
     mesh: Mesh,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, int | bool] | None = None,
 ) -> TrainStep:
     """Return the jitted step; it consumes the state it is given (its buffers are donated).
 
@@ -96,7 +96,7 @@ def make_train_step(
     return jax.jit(
         step,
         donate_argnums=0,
-        compiler_options=dict(options or {}),
+        compiler_options=dict(options) if options else None,
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
     )
 

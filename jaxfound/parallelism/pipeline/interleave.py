@@ -24,6 +24,7 @@ from jaxfound.parallelism.pipeline.opened import (
     bytes_of,
     each_once,
     needed_for,
+    shape_of,
     variables,
 )
 from jaxfound.parallelism.pipeline.order import Graph, Window, exchanges, windows_of
@@ -58,8 +59,8 @@ def _results(traced: Jaxpr) -> list[jax.Array]:
     wanted = [v if isinstance(v, Literal) else once.stands_for.get(v, v) for v in flat.outvars]
     eqns = needed_for(once.eqns, wanted)
     graph = Graph.of(eqns)
-    windows = [window for window in windows_of(graph) if window.beside]
-    if not windows:
+    windows = windows_of(graph)
+    if not any(window.beside for window in windows):
         return jaxpr_as_fun(traced)()
     values = dict(zip(flat.constvars, flat.consts, strict=True))
     return _Run(eqns, graph, values).results(windows, wanted)
@@ -81,7 +82,8 @@ class _Run:
         self.made_at: dict[Var, int] = {}
         self.done: set[int] = set()
         for window in windows:
-            self.hold(window)
+            if window.beside:
+                self.hold(window)
         self.make(range(len(self.eqns)))
         return [self.read(v) for v in wanted]
 
@@ -101,9 +103,8 @@ class _Run:
         ends = [v for i in window.beside if i not in inner for v in self.ends(i)]
         gives = [*(v for v in self.eqns[exchange].outvars if v in self.read_later), *ends]
         gives = list(dict.fromkeys(gives))
-        self.values.update(
-            zip(gives, lax.optimization_barrier([self.values[v] for v in gives]), strict=True)
-        )
+        over = lax.optimization_barrier([self.values[v] for v in gives])
+        self.values.update(zip(gives, over, strict=True))
 
     def boundary(self, work: Iterable[int]) -> list[Var]:
         """Return the arrays that operations read and others have made.
@@ -114,7 +115,7 @@ class _Run:
         eqns = [self.eqns[i] for i in work]
         made = {v for eqn in eqns for v in eqn.outvars}
         read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
-        return [v for v in read if v in self.maker and v not in made and v.aval.shape]
+        return [v for v in read if v in self.maker and v not in made and shape_of(v).shape]
 
     def ends(self, i: int) -> list[Var]:
         """Run an operation, and return a value that is there once it is done, if one can be held.
@@ -186,5 +187,5 @@ class _Run:
         """Return what was made last of what operations read; a parameter if they read no other."""
         eqns = [self.eqns[i] for i in work]
         made = {v for eqn in eqns for v in eqn.outvars}
-        read = {v for eqn in eqns for v in variables(eqn.invars) if v.aval.shape} - made
+        read = {v for eqn in eqns for v in variables(eqn.invars) if shape_of(v).shape} - made
         return sorted(read, key=lambda v: (self.made_at.get(v, -1), -bytes_of(v)))[-1:]

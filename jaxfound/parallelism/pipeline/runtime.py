@@ -325,8 +325,8 @@ def _pair(back: Callable[..., Done], rank: Rank, row: Tree, buffers: Buffers, su
     return sent._replace(forward=y), kept, sums
 
 
-# What a tick of each kind does. A pair's two passes are in one branch: nothing orders them, so that
-# the sends of one may hide behind the products of the other.
+# What a tick of each kind does. A pair's two passes are in one branch and in one order, so that the
+# sends of one hide behind the products of the other.
 BRANCHES: dict[str, Callable[..., Done]] = {
     "idle": _idle,
     "F": _forward,

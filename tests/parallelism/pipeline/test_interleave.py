@@ -96,9 +96,9 @@ def test_the_longest_chain_goes_first_and_the_other_computes_while_it_sends():
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-@pytest.mark.parametrize(("pair", "least"), [(interleaved, 0.6)])
-def test_most_of_the_exchanges_of_an_h200_program_are_covered(pair, least):
-    assert covered(pair) > least
+def test_most_of_the_exchanges_of_an_h200_program_are_covered():
+    # 68 % as the compiler orders them, and none with its default scheduler.
+    assert covered(interleaved) > 0.8
 
 
 def covered(pair):

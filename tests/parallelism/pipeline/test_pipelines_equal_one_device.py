@@ -30,6 +30,7 @@ EXPERTS = [
     {"pipeline": 2, "expert": 2, "schedule": "paired_1f1b"} | CUT,
     {"pipeline": 2, "fsdp": 2, "context": 2, "schedule": "dualpipe", "zero_stage": 2},
     {"pipeline": 2, "data": 2, "expert": 2, "schedule": "dualpipev"},
+    {"pipeline": 2, "expert": 2, "tensor": 2, "schedule": "dualpipe"},
 ]
 DENSE = [
     {"pipeline": 4, "tensor": 2, "schedule": "gpipe", "num_microbatches": 2},
