@@ -144,25 +144,17 @@ def test_every_host_sends_to_every_other_or_to_a_few_of_very_many() -> None:
     assert shifts(100) == (1, 2, 4, 8, 16, 32, 64)
 
 
-MOUNTS = """/dev/sda1 / ext4 rw 0 0
-server:/net /net nfs4 rw 0 0
-/dev/nvme0 /net/local\\040disk xfs rw 0 0
-ssh /far fuse.sshfs rw 0 0
-"""
-
-
 @pytest.mark.parametrize(
     ("folder", "kind", "networked"),
-    [
-        ("/none/runs", "ext4", False),
-        ("/net", "nfs4", True),
-        ("/network", "ext4", False),
-    ],
+    [("none/runs", "ext4", False), ("net/runs", "nfs4", True), ("network", "ext4", False)],
 )
-def test_the_file_system_of_a_folder_is_that_of_the_nearest_mount(folder, kind, networked) -> None:
-    from pathlib import Path
-
-    found = disk.file_system(Path(folder), mounts=MOUNTS)
+def test_the_file_system_of_a_folder_is_that_of_the_nearest_mount(
+    folder, kind, networked, tmp_path
+) -> None:
+    for name in ("net", "network"):
+        (tmp_path / name).mkdir()
+    mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/net {tmp_path}/net nfs4 rw 0 0\n"
+    found = disk.file_system(tmp_path / folder, mounts=mounts)
     assert (found, disk.is_networked(found)) == (kind, networked)
     assert disk.is_networked("fuse.sshfs")
 
