@@ -14,16 +14,14 @@ from jaxfound.models.decoder import walk
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers import expert_parallel, expert_tiles
 from jaxfound.parallelism.activations import (
-    CHUNK_SCORES,
     KEPT,
     MAX_SEGMENTS,
-    MIN_CHUNK_ROWS,
     MIN_SEGMENTS,
     PIECE_BYTES,
     TILE_ROWS,
     TOKENS_PER_SEGMENT,
-    WHOLE_SCORES,
 )
+from jaxfound.parallelism.backward import CHUNK_SCORES, MIN_CHUNK_ROWS, WHOLE_SCORES
 from jaxfound.parallelism.compute import EFFICIENCY
 from jaxfound.parallelism.legal import layout_of
 from jaxfound.parallelism.remat import POLICIES
