@@ -99,12 +99,13 @@ def expert_grad_bytes(layout: Layout) -> int:
 
     Rows of tiles in the worst case: those of inputs and of what the experts make of them, and,
     with a tile more for each further expert, gradients. Tokens that are exchanged in pieces pass
-    a loop, which cannot be cut: its backward pass makes the gradients themselves.
+    a loop, which cannot be cut: its backward pass makes the gradients themselves, in the format of
+    compute.
     """
     width, here = layout.cfg.model.embed_dim, experts_here(layout)
     hidden = layout.channels("ffn", layout.cfg.model.moe.expert_dim)
     if num_pieces(layout) > 1:
-        return here * 3 * width * hidden * FLOAT32_BYTES
+        return here * 3 * width * hidden * layout.compute_bytes
     rows = tile_rows(layout)
     padded = rows + (here - 1) * TILE_ROWS
     return layout.compute_bytes * (rows * (width + hidden) + padded * (width + 2 * hidden))

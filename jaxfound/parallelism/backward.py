@@ -17,6 +17,7 @@ from jaxfound.parallelism.activations import (
     stream_bytes,
     tile_rows,
 )
+from jaxfound.parallelism.context import CHUNKS_EACH
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout
 from jaxfound.parallelism.weights import waiting_bytes, widest_matrix
 
@@ -41,8 +42,6 @@ BYTES_A_SCORE = 11
 # Of a score of two chunks of the context axis: itself, the masked one, the two constants that a
 # masked one is replaced by, and its weight.
 BYTES_A_CHUNK_SCORE = 18
-# Chunks of a row that each device of the context axis holds.
-CHUNKS_EACH = 2
 # Architectures on which cuDNN's attention takes packed documents, and the widest head it takes:
 # the rows of pallas_kernels.flash_attention.cudnn, which a test compares.
 FUSED_HEAD_DIM: Mapping[str, int] = {"sm90": 256, "sm100": 128}

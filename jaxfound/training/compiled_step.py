@@ -224,7 +224,7 @@ def traffic_of(axes: tuple[str, ...], collective: str, link: Link, sent: Sequenc
     )
 
 
-def compared(ledger: Ledger, memory: Memory, *, on_devices: bool) -> tuple[Compared, ...]:
+def compared(ledger: Ledger, memory: Memory, *, on_devices: bool = False) -> tuple[Compared, ...]:
     """Return the ledger's bytes beside the compiler's, without what the plan leaves free.
 
     Args:
