@@ -1,6 +1,7 @@
 """The one place that makes a device mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import numpy as np
@@ -33,3 +34,34 @@ def build_mesh(plan: ParallelPlan, *, devices: Sequence[Device] | None = None) -
     grid = walked.transpose([order.index(a) for a in AXES])
     # Auto: the partitioner places collectives; Explicit would ask every matmul for its output's.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+class OnMesh[**P, R]:
+    """A jitted function that is lowered and called with its mesh set.
+
+    Inside a shard_map that leaves an axis automatic JAX asks the mesh that is set for its devices
+    when it lowers a kernel. Without one, kernels are refused there or fail.
+
+    Args:
+        jitted: from `jax.jit`.
+        mesh: of its devices.
+    """
+
+    def __init__(self, jitted: Callable[P, R], mesh: Mesh) -> None:
+        self._jitted = jitted
+        self.mesh = mesh
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what the function gives."""
+        with jax.set_mesh(self.mesh):
+            return self._jitted(*args, **kwargs)
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """Return its program before it is lowered; lower it inside `jax.set_mesh(mesh)`."""
+        with jax.set_mesh(self.mesh):
+            return cast(jax.stages.Wrapped, self._jitted).trace(*args, **kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """Return its program as it goes to the compiler."""
+        with jax.set_mesh(self.mesh):
+            return cast(jax.stages.Wrapped, self._jitted).lower(*args, **kwargs)

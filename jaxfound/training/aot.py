@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxfound.data.batch import Batch
 from jaxfound.models import check_precision, describe, execution_of
 from jaxfound.models.build import Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh
+from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.resources.platform import use_virtual_cpus
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.buffers import DUMP_FOLDER, DUMP_OPTIONS, largest_buffers
@@ -193,7 +194,7 @@ def compiled_text(
     """
     step, state, batch = abstract_step(cfg, plan, mesh)
     began_s, cpu_s = time.perf_counter(), _cpu_seconds()
-    with hardware.target(target.kind), deviceless.without_cache():
+    with hardware.target(target.kind), deviceless.without_cache(), jax.set_mesh(mesh):
         traced = step.trace(state, batch)
         traced_s = time.perf_counter()
         lowered = traced.lower()
@@ -214,7 +215,7 @@ def compiled_text(
 
 def abstract_step(
     cfg: RunConfig, plan: ParallelPlan, mesh: Mesh
-) -> tuple[jax.stages.Wrapped, TrainState, Batch]:
+) -> tuple[OnMesh[[TrainState, Batch], Any], TrainState, Batch]:
     """Return the jitted step of a run and its arguments as shapes with shardings."""
     table = describe(cfg.model)
     check_precision(cfg.precision, table)
@@ -227,7 +228,7 @@ def abstract_step(
     numbers = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=place)
     mask = jax.ShapeDtypeStruct(rows, jnp.bool_, sharding=place)
     batch = Batch(numbers, numbers, numbers, numbers, loss_mask=mask)
-    return cast(jax.stages.Wrapped, step), abstract_train_state(frame, tx, mesh=mesh), batch
+    return step, abstract_train_state(frame, tx, mesh=mesh), batch
 
 
 def memory_of(compiled: jax.stages.Compiled) -> Memory:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame
+from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.training.batches import arranged_for_context, to_devices
 from jaxfound.training.loss import cross_entropy
 from jaxfound.training.pipelined import pipelined_nats
@@ -58,13 +59,13 @@ def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
             )
             return EvalSums(found.nats, counted)
 
-    placed = batch_sharding(frame, mesh)
+    placed, run = batch_sharding(frame, mesh), OnMesh(sums, mesh)
 
     def evaluate(state: TrainState, batches: Iterable[Batch]) -> EvalResult:
         nats, num_targets = 0.0, 0
         for batch in batches:
             there = to_devices(batch, placed, batch_size=cfg.train.batch_size)
-            found = sums(state.params, state.buffers, there)
+            found = run(state.params, state.buffers, there)
             nats, num_targets = nats + float(found.nats), num_targets + int(found.num_targets)
         return EvalResult(nats / num_targets if num_targets else float("nan"), num_targets)
 

@@ -13,6 +13,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.layers.router import updated_bias
+from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.training.objective import (
     Terms,
     TokenCounts,
@@ -66,7 +67,7 @@ def make_train_step(
     schedule: Schedule,
     mesh: Mesh,
     options: Mapping[str, int | bool] | None = None,
-) -> TrainStep:
+) -> OnMesh[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted step; it consumes the state it is given (its buffers are donated).
 
     Args:
@@ -93,12 +94,13 @@ def make_train_step(
             # The step always counts: the batch was seen, and the data must move on.
             return kept._replace(step=state.step + 1), metrics
 
-    return jax.jit(
+    jitted = jax.jit(
         step,
         donate_argnums=0,
         compiler_options=dict(options) if options else None,
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
     )
+    return OnMesh(jitted, mesh)
 
 
 def gradients(

@@ -21,6 +21,7 @@ from jaxfound.data.batch import Batch
 from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
+from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.resources.topology import Device
 from jaxfound.training.objective import Terms, token_counts
 from jaxfound.training.optimizer import make_optimizer, optimizer_slots
@@ -120,7 +121,7 @@ class Trial:
         placed = self.place(parallel, devices)
 
         def step(state: TrainState, batch: Batch) -> tuple[jax.Array, dict, dict]:
-            with jax.sharding.use_abstract_mesh(placed.abstract_mesh):
+            with jax.sharding.use_abstract_mesh(placed.mesh.abstract_mesh):
                 counts = token_counts(batch, num_depths=placed.cfg.model.mtp_depth)
                 grads, terms = gradients(
                     state, batch, frame=placed.frame, cfg=placed.cfg, counts=counts
@@ -130,7 +131,7 @@ class Trial:
                 return terms.nats / counts.targets, natural(grads), natural(terms.expert_counts)
 
         with stderr_of_compiler() as said:
-            lowered = jax.jit(step).lower(placed.state, placed.batch)
+            lowered = OnMesh(jax.jit(step), placed.mesh).lower(placed.state, placed.batch)
             compiled = lowered.compile(FAST_TO_COMPILE)
         found = compiled(placed.state, placed.batch)
         loss, grads, expert_counts = jax.tree.map(np.asarray, found)
@@ -171,7 +172,7 @@ class Trial:
         rate = jnp.float32(placed.cfg.optimizer.learning_rate)
 
         def step(state: TrainState, grads: dict) -> dict:
-            with jax.sharding.use_abstract_mesh(placed.abstract_mesh):
+            with jax.sharding.use_abstract_mesh(placed.mesh.abstract_mesh):
                 held, grads = beside_moments(state, placed.frame.stored(grads), frame=placed.frame)
                 norm = global_norm(grads, frame=placed.frame)
                 zero = jnp.zeros(())
@@ -181,7 +182,8 @@ class Trial:
                 )
                 return placed.frame.natural(new.params) if natural else new.params
 
-        compiled = jax.jit(step).lower(placed.state, grads).compile(FAST_TO_COMPILE)
+        lowered = OnMesh(jax.jit(step), placed.mesh).lower(placed.state, grads)
+        compiled = lowered.compile(FAST_TO_COMPILE)
         return jax.tree.map(np.asarray, compiled(placed.state, grads))
 
 
@@ -196,9 +198,9 @@ class Placed(NamedTuple):
     batch: Batch
 
     @property
-    def abstract_mesh(self) -> jax.sharding.AbstractMesh:
-        """The mesh that the state lies on, without its devices."""
-        return jax.tree.leaves(self.state.params)[0].sharding.mesh.abstract_mesh
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh that the state lies on."""
+        return jax.tree.leaves(self.state.params)[0].sharding.mesh
 
     @property
     def state_bytes(self) -> int:

@@ -71,7 +71,7 @@ def test_evaluation_has_the_loss_of_one_device(layout):
     placed = trial.place(parallel, jax.devices())
 
     def nats(state, batch):
-        with jax.sharding.use_abstract_mesh(placed.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(placed.mesh.abstract_mesh):
             return pipelined_nats(
                 state.params, state.buffers, batch, frame=placed.frame, cfg=placed.cfg,
                 pipelining=placed.frame.execution.pipelining,

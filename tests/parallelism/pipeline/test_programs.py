@@ -40,7 +40,7 @@ def placed_for(pieces, **parallel):
 
 def step_of(placed):
     def step(state, batch):
-        with jax.sharding.use_abstract_mesh(placed.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(placed.mesh.abstract_mesh):
             counts = token_counts(batch, num_depths=0)
             return gradients(state, batch, frame=placed.frame, cfg=placed.cfg, counts=counts)
 
