@@ -260,7 +260,7 @@ def snapshot_of(
     arrays = {} if in_pieces else snapshot.take(table)
     # Copies on one device that computes in the host's memory can be counted while training goes
     # on. Programs of several devices are started by one thread only: two could wait for each other.
-    is_alone = all(len(copy.sharding.device_set) == 1 for copy in arrays.values())
+    is_alone = all(copy.sharding.num_devices == 1 for copy in arrays.values())
     can_wait = bool(arrays) and is_alone and snapshot.is_in_host_memory(table)
     return Snapshot(
         arrays=arrays,
