@@ -181,6 +181,8 @@ def main(port, process, count):
         int(count),
         int(process),
         cluster_detection_method="deactivate",
+        # Soon enough that those who are left when one is killed do not wait for it.
+        heartbeat_timeout_seconds=20,
         shutdown_timeout_seconds=20,
     )
     member = Member(ControlPlane.of_job(timeout_s=60))

@@ -55,11 +55,13 @@ class Job:
         return self
 
     def __exit__(self, *error):
+        if error[0] is not None:
+            self.kill()
+        # All are told before one is waited for: they wait for each other at the end.
         for process in self.processes:
-            if error[0] is not None:
-                process.kill()
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
+        for process in self.processes:
             process.stdout.close()
             process.wait(LIMIT_S)
 

@@ -25,7 +25,7 @@ def test_a_file_that_rots_before_it_is_copied_is_named_and_nothing_is_published(
     hosts.save(2)
     rotten = largest(hosts.locals[0].root / "0" / "2" / "state")
     flip(rotten)
-    hosts.upload()
+    assert hosts.upload() == [True, True], "no host waits for a save that one has refused"
     assert hosts.restored() is None
     said = [r for r in records(hosts, 0) if r["kind"] == "damaged"]
     assert rotten.name in said[0]["error"]
@@ -54,6 +54,15 @@ def test_parts_of_different_attempts_wait_for_their_own(tmp_path):
     second.save(2, processes=[0])
     second.upload()
     assert second.restored() == 2
+
+
+def test_an_uploader_that_gives_up_says_whose_part_is_missing(tmp_path):
+    hosts = Hosts(tmp_path, 3)
+    hosts.save(2, processes=[0, 2])
+    hosts.upload(processes=[0, 2])
+    said = [r for r in records(hosts, 2) if r["kind"] == "failed"]
+    assert said[0]["key"] == [2, hosts.attempt]
+    assert "parts of processes [1]" in said[0]["error"]
 
 
 def test_an_upload_goes_on_where_it_was_stopped(tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None):
     cfg = tiny(tmp_path, "optimizer.warmup_steps=0", *overrides)
     there = RunDirectory(tmp_path / "run")
     batch = Batch(*(np.zeros((1, 2), np.int32) for _ in range(5)))
-    with CheckpointManager(there.checkpoints, keep=cfg.checkpoint.keep) as checkpoints:
+    with CheckpointManager(there.checkpoints, keep=0, mode="sync") as checkpoints:
         parts = Parts(
             step=fake_step(bad),
             batches=(batch for _ in count()),
@@ -76,7 +76,7 @@ def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None):
 
 
 def test_label_state_and_number_of_updates_agree_in_every_checkpoint(tmp_path):
-    found = drive(tmp_path, "train.steps=5", "checkpoint.every=2", "checkpoint.mode=sync")
+    found = drive(tmp_path, "train.steps=5", "checkpoint.every=2")
     assert sorted(found.saved) == [2, 4, 5]
     for step, state in found.saved.items():
         assert float(state["params"]["probe"]) == -step
@@ -84,7 +84,7 @@ def test_label_state_and_number_of_updates_agree_in_every_checkpoint(tmp_path):
 
 
 def test_the_final_state_is_saved_once_when_it_falls_on_a_checkpoint(tmp_path):
-    found = drive(tmp_path, "train.steps=4", "checkpoint.every=2", "checkpoint.mode=sync")
+    found = drive(tmp_path, "train.steps=4", "checkpoint.every=2")
     assert [e.step for e in found.events if e.kind == "checkpoint"] == [2, 4]
 
 
@@ -96,7 +96,7 @@ def test_a_stop_saves_the_step_that_was_running_and_says_who_asked(tmp_path):
 
 
 def test_every_step_is_told_once_and_in_order(tmp_path):
-    found = drive(tmp_path, "train.steps=7", "checkpoint.every=3", "checkpoint.mode=sync")
+    found = drive(tmp_path, "train.steps=7", "checkpoint.every=3")
     assert [e.step for e in found.events if e.kind == "step"] == list(range(1, 8))
 
 

@@ -15,6 +15,7 @@ depend on their order, so the mesh does not matter; integers, so no rounding.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,24 +34,32 @@ WORDS: Mapping[int, str] = {
 class Prints:
     """The fingerprints of a table of leaves, on their way from the devices.
 
-    Computing them is queued before the leaves can be donated; `read` waits for the numbers.
+    Computing them is queued now, before the leaves can be donated, and `read` waits for the
+    numbers; or, for leaves that nobody donates, it is left to `read`.
     """
 
-    def __init__(self, table: Mapping[LeafPath, jax.Array]) -> None:
-        groups: dict[frozenset[object], list[LeafPath]] = defaultdict(list)
-        for path, leaf in table.items():
-            # One program runs on one set of devices.
-            groups[frozenset(leaf.sharding.device_set)].append(path)
-        self._paths = list(groups.values())
-        self._numbers = [_all([table[path] for path in paths]) for paths in self._paths]
+    def __init__(
+        self, table: Mapping[LeafPath, jax.Array], *, when: Literal["now", "on_read"] = "now"
+    ) -> None:
+        self._table = table
+        self._queued = _queue(table) if when == "now" else None
 
     def read(self) -> dict[LeafPath, int]:
         """Return the numbers by leaf."""
+        queued = _queue(self._table) if self._queued is None else self._queued
         return {
             path: int(number)
-            for paths, numbers in zip(self._paths, self._numbers, strict=True)
+            for paths, numbers in queued
             for path, number in zip(paths, np.asarray(numbers.addressable_data(0)), strict=True)
         }
+
+
+def _queue(table: Mapping[LeafPath, jax.Array]) -> list[tuple[list[LeafPath], jax.Array]]:
+    """Start to compute the fingerprints; one program runs on one set of devices."""
+    groups: dict[frozenset[object], list[LeafPath]] = defaultdict(list)
+    for path, leaf in table.items():
+        groups[frozenset(leaf.sharding.device_set)].append(path)
+    return [(paths, _all([table[path] for path in paths])) for paths in groups.values()]
 
 
 def differing(have: Mapping[LeafPath, int], want: Mapping[LeafPath, int]) -> list[str]:

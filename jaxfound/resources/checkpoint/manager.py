@@ -166,7 +166,7 @@ class CheckpointManager:
         devices whose memory is the host's there is nothing to warm.
         """
         table = cast(dict[LeafPath, jax.Array], flatten(state))
-        if any(device.platform != "cpu" for x in table.values() for device in x.devices()):
+        if not snapshot.is_in_host_memory(table):
             snapshot.warm(table)
             Prints(table).read()
 

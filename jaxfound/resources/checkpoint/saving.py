@@ -256,23 +256,27 @@ def snapshot_of(
     whose: ProcessOf = process_of,
 ) -> Snapshot:
     """Return finished copies of the leaves of `table` that later steps cannot change."""
-    prints = Prints(table)
     plain = {path: unwrap_abstract(leaf) for path, leaf in table.items() if leaf.size}
+    arrays = {} if in_pieces else snapshot.take(table)
+    # Copies on one device that computes in the host's memory can be counted while training goes
+    # on. Programs of several devices are started by one thread only: two could wait for each other.
+    is_alone = all(copy.sharding.num_devices == 1 for copy in arrays.values())
+    can_wait = bool(arrays) and is_alone and snapshot.is_in_host_memory(table)
     return Snapshot(
-        arrays={} if in_pieces else snapshot.take(table),
+        arrays=arrays,
         pieces=take_pieces(table, process=process, whose=whose) if in_pieces else {},
         shapes={path: tuple(leaf.shape) for path, leaf in plain.items()},
         chunks={
             path: target_sharding(leaf).shard_shape(leaf.shape) for path, leaf in plain.items()
         },
-        prints=prints,
+        prints=Prints(arrays, when="on_read") if can_wait else Prints(table),
     )
 
 
 def save_unchanging(directory: Path, step: int, state: object, *, storage: Storage) -> Manifest:
     """Commit `state`, a pytree that nothing changes meanwhile, as `step`, without a copy of it."""
     table = cast(dict[LeafPath, jax.Array], flatten(state))
-    copy = Snapshot(table, {}, {}, {}, Prints(table))
+    copy = Snapshot(table, {}, {}, {}, Prints(table, when="on_read"))
     origin = Origin(new_attempt(), {}, (os.uname().nodename,))
     return WholeSaver(directory, storage).write(
         Job(step, copy, describe(table), {}, 0.0, 0.0), origin

@@ -48,6 +48,12 @@ def warm(table: Mapping[LeafPath, jax.Array]) -> None:
     jax.block_until_ready(jax.device_put(views, targets, may_alias=False))
 
 
+def is_in_host_memory(table: Mapping[LeafPath, jax.Array]) -> bool:
+    """Say whether the devices of all leaves compute in the host's memory."""
+    devices = {device for leaf in table.values() for device in leaf.sharding.device_set}
+    return all(device.platform == "cpu" for device in devices)
+
+
 def host_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """Return `sharding` in pinned host memory; unchanged where the device has no other memory."""
     device = next(iter(sharding.device_set))

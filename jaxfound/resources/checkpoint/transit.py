@@ -122,7 +122,7 @@ class Transit:
             # The new step is safe; a disk that will not delete fills up, which the next save says.
             log.warning("checkpoint.prune_failed", extra={"error": str(error)})
         if self.local is not None:
-            self.carry_on()
+            self._carry_on_or_tell(newest)
         elif self.tiers.remote and self.plane.is_first:
             self._store(newest)
 
@@ -139,6 +139,13 @@ class Transit:
             url=self.tiers.remote,
         )
         self._child = uploader.start(options, root=self.local.root) or self._child
+
+    def _carry_on_or_tell(self, step: int) -> None:
+        try:
+            self.carry_on()
+        except OSError as error:
+            # The step is on this disk; the next save tries again.
+            self.notes.append(Note("upload_failed", step, {"error": describe_error(error)}))
 
     def take_notes(self) -> list[Note]:
         """Return what happened since the last call; process 0 tells of uploads."""
@@ -219,6 +226,10 @@ class Transit:
     def _reap(self) -> None:
         """Take note of the end of an uploader that this process started."""
         if self._child is not None:
-            done, _ = os.waitpid(self._child, os.WNOHANG)
+            try:
+                done, _ = os.waitpid(self._child, os.WNOHANG)
+            except ChildProcessError:
+                # Another thread was told first.
+                done = self._child
             if done:
                 self._child = None

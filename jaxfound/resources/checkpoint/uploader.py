@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 LOCK, RECORD, OUTPUT = "uploader.lock", "uploads.jsonl", "uploader.log"
 # Between two looks when other hosts are waited for, or after a failure.
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 15.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # Without any progress for so long it ends; the next save starts another.
 PATIENCE_S = 900.0
 # How a low priority for the disk is asked for, where the program exists.
