@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from jaxfound.cli.bench import bench_app
+from jaxfound.cli.ckpt import ckpt_app
 from jaxfound.cli.config import config_command
 from jaxfound.cli.convert import convert_command
 from jaxfound.cli.data import data_app
@@ -47,6 +48,7 @@ app.command("schedule")(schedule_command)
 app.command("model")(model_command)
 app.command("config")(config_command)
 app.add_typer(data_app, name="data")
+app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(bench_app, name="bench")
 
 

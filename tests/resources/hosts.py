@@ -21,7 +21,14 @@ from jaxfound.resources.checkpoint.tiers import LocalTier, SharedTier
 from jaxfound.resources.checkpoint.uploader import Uploader
 from tests.resources import probe
 
-SPECS = {"w": P("fsdp"), "b": P(), "moments": P(None, "fsdp"), "count": P(), "key": P()}
+SPECS = {
+    "w": P("fsdp"),
+    "zeros": P("fsdp"),
+    "b": P(),
+    "moments": P(None, "fsdp"),
+    "count": P(),
+    "key": P(),
+}
 
 
 def state_at(step, *, num_devices):
@@ -35,6 +42,7 @@ def state_at(step, *, num_devices):
         "moments": jnp.arange(48.0).reshape(4, 12) - step,
         "count": jnp.int32(step),
         "key": jax.random.key(step),
+        "zeros": jnp.zeros((12, 2)),
         "none": jnp.zeros((0, 3)),
     }
     placed = {

@@ -7,7 +7,7 @@ import pytest
 
 from jaxfound.resources.checkpoint import CheckpointManager, DamagedCheckpointError, Tiers
 from tests.resources import probe
-from tests.resources.hosts import TAMPERS, flip, largest, state_at, work
+from tests.resources.hosts import TAMPERS, flip, largest, state_at, work, zero
 
 pytestmark = pytest.mark.multidevice
 
@@ -107,3 +107,30 @@ def test_sizes_alone_are_checked_when_asked_for_and_fingerprints_all_the_same(tm
         assert manager.latest_good() == 2
         with pytest.raises(DamagedCheckpointError, match=r"fingerprint|cannot be read"):
             manager.restore(2, like=probe.abstract(state))
+
+
+def test_a_box_that_is_not_in_the_database_is_an_error_and_never_zeros(tmp_path):
+    import numpy as np
+    import tensorstore
+
+    from jaxfound.resources.checkpoint import database
+    from jaxfound.resources.checkpoint.shards import Piece
+
+    half = Piece(((0, 4),), jax.numpy.ones(4), owned=True)
+    database.write_boxes(tmp_path, {("x",): [half]}, shapes={("x",): (8,)})
+    like = {("x",): jax.ShapeDtypeStruct((8,), np.float32, sharding=half.data.sharding)}
+    with pytest.raises(ValueError, match="missing"):
+        database.read_arrays([database.Source(tmp_path)], like)
+    kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/"}
+    keys = tensorstore.KvStore.open(kvstore).result().list().result()
+    assert sorted(keys) == [b"x/c/0", b"x/zarr.json"]
+
+
+def test_what_orbax_cannot_read_is_passed_over_like_damage(tmp_path, caplog):
+    state = {"w": jax.numpy.arange(4096.0)}
+    with CheckpointManager(tmp_path, keep=0, mode="sync", tiers=Tiers(verify="size")) as manager:
+        for step in (2, 4):
+            manager.save(step, state, {})
+        zero(largest(tmp_path / "4" / "state" / "ocdbt.process_0"))
+        assert manager.restore_latest(like=probe.abstract(state)).step == 2
+    assert "step" in " ".join(caplog.messages) or caplog.records

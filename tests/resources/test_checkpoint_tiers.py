@@ -69,7 +69,7 @@ def test_stock_orbax_opens_what_two_hosts_saved_on_any_mesh(two_hosts):
         }
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.metadata(folder).item_metadata.tree
-            assert tree.keys() == {"params", "moments", "count", "key"}
+            assert tree.keys() == {"params", "moments", "zeros", "count", "key"}
             args = ocp.args.PyTreeRestore(
                 probe.abstract(like),
                 restore_args=ocp.checkpoint_utils.construct_restore_args(probe.abstract(like)),

@@ -184,8 +184,13 @@ def _open_array(directory: Path, path: LeafPath) -> "tensorstore.TensorStore":
 
 def _array_spec(directory: Path, path: LeafPath) -> dict[str, object]:
     kvstore = {**_database_spec(directory), "path": f"{'.'.join(path)}/"}
-    # A box of zeros is stored like any other: plain Orbax takes one that is missing for a loss.
-    return {"driver": "zarr3", "kvstore": kvstore, "store_data_equal_to_fill_value": True}
+    # A box of zeros is written like any other, and one that is not there is an error, not zeros.
+    return {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
 
 
 def _open_database(directory: Path, context: "tensorstore.Context") -> "tensorstore.KvStore":

@@ -11,6 +11,8 @@ checkpoint there. It holds the attempt that saved the step.
 # pyright: reportMissingTypeStubs=false
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -20,8 +22,8 @@ import fsspec
 from jaxfound.resources.checkpoint import manifest as manifests
 from jaxfound.resources.checkpoint import steps
 from jaxfound.resources.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from jaxfound.resources.checkpoint.manifest import MANIFEST, Key
-from jaxfound.resources.checkpoint.sums import find_damage
+from jaxfound.resources.checkpoint.manifest import MANIFEST, Key, Manifest
+from jaxfound.resources.checkpoint.sums import CHUNK_BYTES, SUMS, FileSum, find_damage
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +55,9 @@ def push(source: Path, url: str) -> int:
         DamagedCheckpointError: if a file is not as it was written; nothing is committed then.
     """
     manifest = manifests.read(source)
-    damage = find_damage(source, manifest.files)
-    if damage:
-        raise DamagedCheckpointError("; ".join(damage))
+    faults = find_damage(source, manifest.files)
+    if faults:
+        raise DamagedCheckpointError("; ".join(faults))
     store, root = _open(url)
     target = f"{root}/{source.name}"
     if store.exists(target):
@@ -90,10 +92,59 @@ def pull(url: str, step: int, *, into: Path) -> Path:
     for name in manifest.files:
         (pulling / name).parent.mkdir(parents=True, exist_ok=True)
         store.get_file(f"{source}/{name}", str(pulling / name))
-    damage = find_damage(pulling, manifest.files)
-    if damage:
+    return _commit_intact(pulling, manifest, where=url)
+
+
+def copy(source: Path, *, into: Path) -> Path:
+    """Copy the committed step in the folder `source` into `into`; return its path.
+
+    Raises:
+        DamagedCheckpointError: if it is not as it was written; `into` is as it was.
+    """
+    manifest = manifests.read_step(source.parent, int(source.name))
+    pulling = into / f"{source.name}{PULLING}"
+    steps.discard(pulling)
+    into.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source, pulling)
+    return _commit_intact(pulling, manifest, where=str(source.parent))
+
+
+def damage(url: str, step: int) -> list[str]:
+    """Return one sentence for every object of `step` under `url` that is not as it was written.
+
+    Every object is read; nothing is kept.
+    """
+    store, root = _open(url)
+    with tempfile.TemporaryDirectory() as folder:
+        store.get_file(f"{root}/{step}/{MANIFEST}", f"{folder}/{MANIFEST}")
+        files = manifests.read(Path(folder)).files
+    return [
+        fault
+        for name, expected in files.items()
+        if (fault := _fault(store, f"{root}/{step}/{name}", expected))
+    ]
+
+
+def _fault(store: fsspec.AbstractFileSystem, place: str, expected: FileSum) -> str:
+    total, num_bytes = SUMS[expected.algorithm](), 0
+    try:
+        with store.open(place, "rb") as file:
+            while chunk := cast(bytes, file.read(CHUNK_BYTES)):
+                total.update(chunk)
+                num_bytes += len(chunk)
+    except OSError as error:
+        return f"{place} cannot be read ({error})"
+    if (num_bytes, total.hexdigest()) == (expected.num_bytes, expected.digest):
+        return ""
+    return f"{place} has checksum {total.hexdigest()}, {expected.digest} was written"
+
+
+def _commit_intact(pulling: Path, manifest: Manifest, *, where: str) -> Path:
+    """Commit what was copied, or discard it when it is not what was written."""
+    faults = find_damage(pulling, manifest.files)
+    if faults:
         steps.discard(pulling)
-        raise DamagedCheckpointError(f"step {step} from {url}: {'; '.join(damage)}")
+        raise DamagedCheckpointError(f"step {manifest.step} from {where}: {'; '.join(faults)}")
     return steps.commit(pulling)
 
 

@@ -11,6 +11,7 @@ root logger on import, where a program's own logging should have come first.
 
 import logging
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -47,7 +48,7 @@ class OrbaxStorage:
     ) -> dict[LeafPath, jax.Array]:
         """Return the arrays that `like` names; only the pieces that this process holds are read."""
         stored = {path: leaf for path, leaf in like.items() if leaf.size}
-        tree = _restore(directory.absolute(), nest(stored)) if stored else {}
+        tree = _restore_or_say(directory.absolute(), nest(stored)) if stored else {}
         return {
             path: pick(tree, path)
             if path in stored
@@ -115,6 +116,20 @@ def pick(tree: Nested, path: LeafPath) -> jax.Array:
     for part in path[:-1]:
         tree = cast(Nested, tree[part])
     return cast(jax.Array, tree[path[-1]])
+
+
+def _restore_or_say(directory: Path, like: Nested) -> Nested:
+    """Return what `_restore` does.
+
+    Raises:
+        ValueError: where Orbax raises a bare Exception: a box cannot be read.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(_restore, directory, like)
+        error = reading.exception()
+    if type(error) is Exception:
+        raise ValueError(str(error.__cause__ or error)) from error
+    return reading.result()
 
 
 def _restore(directory: Path, like: Nested) -> Nested:
