@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxfound.resources.launch.exits import Exit
-from tests.end_to_end.launched import STEPS, launched
-from tests.training.tiny import same
+from tests.end_to_end.launched import OPTIONS, STEPS, launched
+from tests.training.tiny import of_kind, run, same, state_at, tiny
 
 pytestmark = pytest.mark.multiprocess
 
@@ -15,16 +15,12 @@ def two_processes(tmp_path_factory):
     return launched(tmp_path_factory.mktemp("two"), hosts=2, devices=1)
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("one"), hosts=1, devices=2)
-
-
-def test_two_processes_are_bit_equal_to_one_on_the_same_mesh(one_process, two_processes):
-    assert (one_process.code, two_processes.code) == (0, 0)
-    assert len(two_processes.losses) == STEPS
-    assert two_processes.losses == one_process.losses
-    assert same(two_processes.state, one_process.state)
+def test_two_processes_are_bit_equal_to_one_on_the_same_mesh(tmp_path, two_processes):
+    cfg = tiny(tmp_path, *OPTIONS)
+    losses = of_kind(run(cfg, num_devices=2), "train", "loss")
+    assert two_processes.code == 0
+    assert list(two_processes.losses.values()) == losses
+    assert same(two_processes.state, state_at(cfg, STEPS))
 
 
 def test_each_step_is_recorded_once_by_one_process(two_processes):
