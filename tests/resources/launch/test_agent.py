@@ -106,6 +106,22 @@ def test_a_process_that_is_silent_is_killed_as_hung(tmp_path):
     assert of_kind(events, "ended")[0]["code"] == Exit.HANG
 
 
+def test_the_silent_one_is_the_reason_and_not_those_that_lost_it(tmp_path):
+    program = """
+if me.attempt: sys.exit(0)
+beat(0)
+if me.process: os.kill(os.getpid(), signal.SIGSTOP)
+for number in range(20):
+    time.sleep(0.1)
+    beat(0, number)
+sys.exit(77)
+"""
+    events, code = told(agent_of(tmp_path, program, silent_s=1))
+    assert code == 0
+    first = of_kind(events, "ended")[0]
+    assert (first["process"], first["code"]) == (1, Exit.HANG)
+
+
 STOPPABLE = """
 def leave(number, frame):
     sys.exit(76)
