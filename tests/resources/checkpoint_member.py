@@ -1,11 +1,14 @@
 """One process of a job that saves and restores a small state, for tests of several processes.
 
 It is told what to do as JSON, one list of commands a line of its input, and answers each line by
-one line of JSON. `python -m tests.resources.checkpoint_member PORT PROCESS COUNT SHARED LOCAL`.
+one line of JSON. `python -m tests.resources.checkpoint_member PORT PROCESS COUNT`.
 """
 
 import json
+import logging
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -13,7 +16,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager, Tiers
+from jaxfound.resources.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    Tiers,
+    database,
+    saving,
+)
 from jaxfound.resources.control import ControlPlane
 
 ANSWER = "answer: "
@@ -73,46 +82,98 @@ def is_right(state, step):
 class Member:
     """The manager of this process, and what it can be told to do."""
 
-    def __init__(self, shared, local, plane):
-        self.shared, self.local, self.plane = Path(shared), local, plane
-        self.manager = self.open({})
+    def __init__(self, plane):
+        self.plane = plane
+        self.gate = threading.Event()
+        self.gate.set()
 
-    def open(self, options):
-        tiers = Tiers(local=Path(self.local)) if self.local else Tiers()
-        return CheckpointManager(
-            self.shared,
-            keep=options.get("keep", 0),
+    def open(self, shared, locals, keep=0):
+        """Open a manager; the disk of this process is the one at its place in `locals`."""
+        tiers = Tiers(local=Path(locals[self.plane.process])) if locals else Tiers()
+        self.manager = CheckpointManager(
+            Path(shared),
+            keep=keep,
             tiers=tiers,
             plane=self.plane,
             layout={"fsdp": jax.device_count()},
         )
 
-    def save(self, step):
-        did = self.manager.save(step, state_at(step), {"data_position": step}, must=True)
-        self.manager.wait()
+    def save(self, step, must=True):
+        did = self.manager.save(step, state_at(step), {"data_position": step}, must=must)
+        if must:
+            self.manager.wait()
         return did
 
-    def finish(self, limit_s):
+    def hold(self, process):
+        """Let the saves of one process wait in their thread."""
+        if self.plane.process == process:
+            self.gate.clear()
+        write = saving.PartSaver.write
+
+        def held(saver, job, origin):
+            self.gate.wait(60)
+            return write(saver, job, origin)
+
+        saving.PartSaver.write = held
+
+    def settle(self):
+        """Return when nothing is being written, without asking how it ended."""
+        while self.manager.is_saving():
+            time.sleep(0.01)
+
+    def release(self):
+        self.gate.set()
+        self.manager.wait()
+
+    def break_disk(self, process):
+        """Let the next saves of one process find a full disk."""
+        if self.plane.process == process:
+
+            def full(*arguments, **options):
+                raise OSError(28, "No space left on device")
+
+            database.write_boxes = full
+
+    def finish(self, limit_s=60):
         return self.manager.finish_uploads(limit_s=limit_s)
 
     def notes(self):
         return [[note.kind, note.step] for note in self.manager.take_notes()]
 
-    def reopen(self):
-        self.manager.close()
-        self.manager = self.open({})
+    def steps(self):
+        return list(self.manager.steps())
 
     def latest(self):
         return self.manager.latest()
 
     def restore(self):
+        """Restore the newest: its step, whether it is right, what was passed over and why."""
+        said = Said()
+        logging.getLogger("jaxfound").addHandler(said)
+        logging.getLogger("jaxfound").setLevel("INFO")
         found = self.manager.restore_latest(like=like())
+        logging.getLogger("jaxfound").removeHandler(said)
         if found is None:
             return None
-        return [found.step, is_right(found.state, found.step), found.metadata["data_position"]]
+        assert found.metadata == {"data_position": found.step}
+        tiers = [r.tier for r in said.records if r.message == "checkpoint.restored"]
+        reasons = [r.reason for r in said.records if r.message == "checkpoint.damaged"]
+        return [found.step, is_right(found.state, found.step), tiers[0], reasons]
 
 
-def main(port, process, count, shared, local=""):
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        record.message = record.getMessage()
+        self.records.append(record)
+
+
+def main(port, process, count):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.distributed.initialize(
@@ -120,9 +181,11 @@ def main(port, process, count, shared, local=""):
         int(count),
         int(process),
         cluster_detection_method="deactivate",
+        # Soon enough that those who are left when one is killed do not wait for it.
+        heartbeat_timeout_seconds=20,
         shutdown_timeout_seconds=20,
     )
-    member = Member(shared, local, ControlPlane.of_job(timeout_s=60))
+    member = Member(ControlPlane.of_job(timeout_s=60))
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         try:
@@ -132,7 +195,6 @@ def main(port, process, count, shared, local=""):
         # Libraries below write to the same output.
         sys.stdout.write(f"{ANSWER}{json.dumps(answer)}\n")
         sys.stdout.flush()
-    member.manager.close()
 
 
 if __name__ == "__main__":

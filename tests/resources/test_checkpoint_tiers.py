@@ -216,6 +216,15 @@ def test_the_local_disk_keeps_what_it_is_told_and_the_shared_tier_too(tmp_path, 
         assert sorted(os.listdir(slot)) == ["3", "4"]
 
 
+def test_what_processes_left_that_the_host_has_no_more_is_deleted(tmp_path, own_disk):
+    with CheckpointManager(tmp_path / "c", **own_disk) as manager:
+        manager.save(2, state_at(2, num_devices=4), {})
+        root = manager._transit.local.root
+        shutil.copytree(root / "0", root / "1")
+        manager.save(4, state_at(4, num_devices=4), {})
+    assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["0"]
+
+
 def test_a_damaged_newest_step_is_replaced_and_never_the_reason_to_delete_good_ones(
     tmp_path, own_disk
 ):

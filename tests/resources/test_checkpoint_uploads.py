@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,13 +17,15 @@ from tests.resources.hosts import Hosts, flip, largest, records, state_at, work
 
 pytestmark = pytest.mark.multidevice
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_a_file_that_rots_before_it_is_copied_is_named_and_nothing_is_published(tmp_path):
     hosts = Hosts(tmp_path, 2)
     hosts.save(2)
     rotten = largest(hosts.locals[0].root / "0" / "2" / "state")
     flip(rotten)
-    hosts.upload()
+    assert hosts.upload() == [True, True], "no host waits for a save that one has refused"
     assert hosts.restored() is None
     said = [r for r in records(hosts, 0) if r["kind"] == "damaged"]
     assert rotten.name in said[0]["error"]
@@ -50,6 +54,15 @@ def test_parts_of_different_attempts_wait_for_their_own(tmp_path):
     second.save(2, processes=[0])
     second.upload()
     assert second.restored() == 2
+
+
+def test_an_uploader_that_gives_up_says_whose_part_is_missing(tmp_path):
+    hosts = Hosts(tmp_path, 3)
+    hosts.save(2, processes=[0, 2])
+    hosts.upload(processes=[0, 2])
+    said = [r for r in records(hosts, 2) if r["kind"] == "failed"]
+    assert said[0]["key"] == [2, hosts.attempt]
+    assert "parts of processes [1]" in said[0]["error"]
 
 
 def test_an_upload_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
@@ -187,3 +200,30 @@ def test_uploads_that_a_newer_step_has_overtaken_are_cleared_away(tmp_path):
     hosts.upload()
     assert hosts.shared.begun() == {}
     assert hosts.restored() == 4
+
+
+# Place, and whether saves go to an own disk first: the steps a new start may find.
+KILLS = {
+    "save.local": {2},
+    "save.manifest": {2},
+    "restore": {2},
+    "save.local@disk": {2},
+    "save.manifest@disk": {2},
+    "save.upload@disk": {4},
+    "save.merge@disk": {4},
+    "restore@disk": {2},
+}
+
+
+@pytest.mark.multiprocess
+def test_a_kill_at_any_place_leaves_what_was_committed_and_the_next_start_goes_on(tmp_path):
+    command = [sys.executable, "-m", "tests.resources.checkpoint_kill", str(tmp_path), *KILLS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [entry["place"] for entry in told] == list(KILLS)
+    for entry in told:
+        assert entry["killed"], entry
+        assert entry["code"] == 0, entry
+        assert entry["after"]["restored"] in KILLS[entry["place"]], entry
+        assert entry["after"]["steps"][-1] == 6, entry

@@ -76,7 +76,7 @@ def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None):
 
 
 def test_label_state_and_number_of_updates_agree_in_every_checkpoint(tmp_path):
-    found = drive(tmp_path, "train.steps=5", "checkpoint.every=2")
+    found = drive(tmp_path, "train.steps=5", "checkpoint.every=2", "checkpoint.mode=sync")
     assert sorted(found.saved) == [2, 4, 5]
     for step, state in found.saved.items():
         assert float(state["params"]["probe"]) == -step
@@ -84,7 +84,7 @@ def test_label_state_and_number_of_updates_agree_in_every_checkpoint(tmp_path):
 
 
 def test_the_final_state_is_saved_once_when_it_falls_on_a_checkpoint(tmp_path):
-    found = drive(tmp_path, "train.steps=4", "checkpoint.every=2")
+    found = drive(tmp_path, "train.steps=4", "checkpoint.every=2", "checkpoint.mode=sync")
     assert [e.step for e in found.events if e.kind == "checkpoint"] == [2, 4]
 
 
@@ -96,7 +96,7 @@ def test_a_stop_saves_the_step_that_was_running_and_says_who_asked(tmp_path):
 
 
 def test_every_step_is_told_once_and_in_order(tmp_path):
-    found = drive(tmp_path, "train.steps=7", "checkpoint.every=3")
+    found = drive(tmp_path, "train.steps=7", "checkpoint.every=3", "checkpoint.mode=sync")
     assert [e.step for e in found.events if e.kind == "step"] == list(range(1, 8))
 
 

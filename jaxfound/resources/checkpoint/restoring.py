@@ -37,7 +37,7 @@ from jaxfound.resources.checkpoint.leaves import (
     wrap,
 )
 from jaxfound.resources.checkpoint.manifest import Key, Manifest
-from jaxfound.resources.checkpoint.saving import Storage
+from jaxfound.resources.checkpoint.saving import SLOW_S, Storage
 from jaxfound.resources.checkpoint.shards import needed
 from jaxfound.resources.checkpoint.sums import find_damage
 from jaxfound.resources.checkpoint.tiers import COPIES, STATE, LocalTier, Tiers
@@ -289,7 +289,7 @@ class Restorer:
 
     def _agreed(self, stage: str, fault: str) -> str:
         """Return the faults of all processes, each with its process's number if there are more."""
-        votes = self.plane.gather(f"checkpoint/{stage}", fault)
+        votes = self.plane.gather(f"checkpoint/{stage}", fault, timeout_s=SLOW_S)
         if len(votes) == 1:
             return fault
         return "; ".join(f"process {p}: {text}" for p, text in enumerate(votes) if text)

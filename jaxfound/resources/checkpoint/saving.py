@@ -36,6 +36,9 @@ from jaxfound.resources.checkpoint.tiers import COPIES, STATE, SharedTier, new_a
 from jaxfound.resources.control import ControlPlane
 from jaxfound.resources.failpoint import reach
 
+# How long processes wait for each other where one may have much more to write or read.
+SLOW_S = 3600.0
+
 
 @runtime_checkable
 class Storage(Protocol):
@@ -181,14 +184,14 @@ class JoinedSaver:
             fault = ""
         except (OSError, ValueError) as error:
             fault, manifest = describe_error(error), None
-        faults = self._faults(self.plane.gather("checkpoint/part", fault))
+        faults = self._faults(self.plane.gather("checkpoint/part", fault, timeout_s=SLOW_S))
         told = ""
         if self.plane.is_first:
             if faults:
                 steps.discard(shared.uploading(key))
             else:
                 told = _join(shared, key)
-        told = self.plane.broadcast("checkpoint/joined", told)
+        told = self.plane.broadcast("checkpoint/joined", told, timeout_s=SLOW_S)
         if faults or told or manifest is None:
             raise CheckpointError("; ".join([*faults, *([told] if told else [])]))
         return manifest

@@ -11,7 +11,7 @@ SHARED/40.ATTEMPT.uploading/        parts that have come so far; part-I.json whe
 import os
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxfound.resources.checkpoint import manifest as manifests
@@ -22,6 +22,8 @@ from jaxfound.resources.checkpoint.sums import Depth, sum_text
 
 HOST_ID = "host_id"
 UPLOADING = ".uploading"
+# In the folder of an upload that will never be whole: why. All hosts stop waiting for it.
+REFUSED = "refused.txt"
 # Boxes that other processes own: in a part on a host's disk, never on the shared tier.
 COPIES = "copies"
 # The folder of a checkpoint that holds its arrays.
@@ -101,11 +103,19 @@ class SharedTier:
     """The folder that all hosts see."""
 
     root: Path
-    damaged: set[Key] = field(default_factory=set[Key])
 
     def uploading(self, key: Key) -> Path:
         """Return where the parts of a save gather."""
         return self.root / f"{key.step}.{key.attempt}{UPLOADING}"
+
+    def refuse(self, key: Key, reason: str) -> None:
+        """Tell all hosts that a save will not become whole."""
+        self.uploading(key).mkdir(parents=True, exist_ok=True)
+        (self.uploading(key) / REFUSED).write_text(reason)
+
+    def is_refused(self, key: Key) -> bool:
+        """Say whether some host has told so."""
+        return (self.uploading(key) / REFUSED).exists()
 
     def committed(self) -> dict[Key, Path]:
         """Return the whole checkpoints with readable manifests."""

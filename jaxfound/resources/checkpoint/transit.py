@@ -156,7 +156,8 @@ class Transit:
         ends_s = time.monotonic() + limit_s
         shared = SharedTier(self.directory)
         while mine and max(mine) not in shared.committed():
-            if time.monotonic() > ends_s:
+            if time.monotonic() > ends_s or shared.is_refused(max(mine)):
+                log.warning("checkpoint.not_uploaded", extra={"step": max(mine).step})
                 return False
             self.carry_on()
             time.sleep(POLL_S)
@@ -190,10 +191,19 @@ class Transit:
             if not self.plane.is_first:
                 return
         known = [step for step in steps.committed(folder) if step <= newest]
+        if self.local is not None:
+            self._prune_left_slots(self.local, newest)
         for step in choose.doomed(known, keep=keep, damaged=damaged - {newest}):
             steps.remove(folder, step)
             log.info("checkpoint.pruned", extra={"step": step})
         steps.sweep(folder)
+
+    def _prune_left_slots(self, local: LocalTier, newest: int) -> None:
+        """Delete parts of folders that no process of this host has any more."""
+        used = {str(slot) for slot in range(self.origin.hosts.count(local.host))}
+        for folder in steps.folders(local.root):
+            if folder.name not in used and max(steps.committed(folder), default=0) < newest:
+                steps.discard(folder)
 
     def _store(self, step: int) -> None:
         """Copy a step to the object store from here, where no uploader runs."""

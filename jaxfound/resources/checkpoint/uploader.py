@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 LOCK, RECORD, OUTPUT = "uploader.lock", "uploads.jsonl", "uploader.log"
 # Between two looks when other hosts are waited for, or after a failure.
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 15.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # Without any progress for so long it ends; the next save starts another.
 PATIENCE_S = 900.0
 # How a low priority for the disk is asked for, where the program exists.
@@ -68,7 +68,6 @@ class Uploader:
     patience_s: float | int = PATIENCE_S
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    refused: set[Key] = field(default_factory=set[Key])
     done: set[Key] = field(default_factory=set[Key])
     working: Key | None = None
 
@@ -85,9 +84,20 @@ class Uploader:
                 pause_s, ends_s = SHORTEST_PAUSE_S, self.clock() + self.patience_s
                 continue
             if self.clock() > ends_s:
+                self._say_what_is_missing()
                 return False
             self.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _say_what_is_missing(self) -> None:
+        """Record whose parts did not come in time."""
+        for key, path in self.shared.begun().items():
+            there = publish.parts_there(path)
+            counts = [m.part.count for m in there.values() if m.part is not None]
+            missing = sorted(set(range(max(counts, default=0))) - set(there))
+            if missing and not self.shared.is_refused(key):
+                error = f"waited {self.patience_s:.0f} s for the parts of processes {missing}"
+                self._record("failed", key, error=error)
 
     def turn(self) -> tuple[bool, bool]:
         """Do the next thing; return whether something was done, and whether something is left.
@@ -106,7 +116,7 @@ class Uploader:
         missing = {
             key: [(path, m) for path, m in found if not self._is_there(m)]
             for key, found in parts.items()
-            if key not in self.refused
+            if not self.shared.is_refused(key)
         }
         key = self.working = choose.next_upload(
             [key for key, found in missing.items() if found],
@@ -139,7 +149,7 @@ class Uploader:
         newest = max((key.step for key in self.shared.committed()), default=-1)
         begun = self.shared.begun()
         for key in sorted(begun, reverse=True):
-            if key.step < newest or key in self.refused:
+            if key.step < newest or self.shared.is_refused(key):
                 continue
             if publish.is_complete(publish.parts_there(begun[key])):
                 return self._publish(key, parts.get(key, []))
@@ -150,8 +160,7 @@ class Uploader:
         try:
             done = publish.publish(self.shared, key, is_first=is_first)
         except DamagedCheckpointError as error:
-            self.refused.add(key)
-            self._record("damaged", key, error=str(error))
+            self._refuse(key, str(error))
             return True
         if done is not None:
             publish.prune(self.shared, newest=key, keep=self.keep)
@@ -189,8 +198,7 @@ class Uploader:
             for name, expected in files.items():
                 self._copy(path / name, gathering / name, expected)
         except DamagedCheckpointError as error:
-            self.refused.add(manifest.key)
-            self._record("damaged", manifest.key, error=str(error))
+            self._refuse(manifest.key, str(error))
             return
         manifests.write(
             gathering, publish.with_files(manifest, files), name=part_name(part.process)
@@ -233,6 +241,10 @@ class Uploader:
             ahead_s = num_bytes / self.rate_bps - (self.clock() - started_s)
             if ahead_s > 0:
                 self.sleep(ahead_s)
+
+    def _refuse(self, key: Key, reason: str) -> None:
+        self.shared.refuse(key, reason)
+        self._record("damaged", key, error=reason)
 
     def _record(self, kind: str, key: Key | None, **values: object) -> None:
         """Append what happened to the record that trainers read."""
