@@ -154,9 +154,10 @@ class Agent:
     ) -> None:
         """Start every process and put it among `children`, so that none is lost if one fails."""
         logs = self.directory.logs(attempt)
+        searches = all(place.process for place in places)
         for place in places:
             heartbeat = beats / f"process-{place.process}.json"
-            here = replace(place, attempt=attempt, heartbeat=heartbeat)
+            here = replace(place, attempt=attempt, heartbeat=heartbeat, searches=searches)
             command = self.command
             around = environment(os.environ, attempt=attempt, coordinator=place.coordinator)
             if self.own_disk is not None:

@@ -270,3 +270,9 @@ def test_an_agent_that_is_started_again_goes_on_counting(tmp_path):
     assert [v["attempt"] for v in of_kind(events, "started")] == [2]
     events, _ = told(agent_of(tmp_path, program, hosts=2, first=1))
     assert [v["attempt"] for v in of_kind(events, "started")] == [7]
+
+
+@pytest.mark.parametrize(("first", "searches"), [(0, "False"), (1, "True")])
+def test_a_host_without_process_0_looks_for_the_attempt(tmp_path, first, searches):
+    told(agent_of(tmp_path, "print(me.searches, file=sys.stderr)", first=first))
+    assert (tmp_path / "logs/attempt-0/process-1.log").read_text() == f"{searches}\n"

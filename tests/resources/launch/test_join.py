@@ -42,8 +42,16 @@ def ports(monkeypatch):
 )
 def test_the_attempt_that_is_open_is_found_wherever_one_begins(ports, is_open, first, found):
     with socket.create_server(("127.0.0.1", port_of(ports, is_open))):
-        assert open_attempt("127.0.0.1", ports, first=first, timeout_s=10) == found
+        assert open_attempt("127.0.0.1", ports, first=first, among=3, timeout_s=10) == found
         assert port_of(ports, found) == ports + is_open
+
+
+def test_only_one_port_is_looked_at_where_the_attempt_is_known(ports):
+    with (
+        socket.create_server(("127.0.0.1", ports + 1)),
+        pytest.raises(PeerError, match="did not listen"),
+    ):
+        open_attempt("127.0.0.1", ports, first=0, among=1, timeout_s=0.1)
 
 
 def test_a_process_waits_until_process_0_is_there(ports):
@@ -54,13 +62,13 @@ def test_a_process_waits_until_process_0_is_there(ports):
         servers.append(socket.create_server(("127.0.0.1", ports + 1)))
 
     threading.Thread(target=later).start()
-    assert open_attempt("127.0.0.1", ports, first=0, timeout_s=20) == 1
+    assert open_attempt("127.0.0.1", ports, first=0, among=3, timeout_s=20) == 1
     servers[0].close()
 
 
 def test_a_process_0_that_never_comes_is_named(ports):
     with pytest.raises(PeerError, match=f"process 0 did not listen at 127.0.0.1:{ports}"):
-        open_attempt("127.0.0.1", ports, first=0, timeout_s=0.05)
+        open_attempt("127.0.0.1", ports, first=0, among=3, timeout_s=0.05)
 
 
 @pytest.mark.multiprocess
