@@ -132,7 +132,11 @@ class Watchdog:
         if os.getppid() != self._parent:
             log.error("job.agent_gone")
             self.end(Exit.PEER)
-        write_heartbeat(heartbeat, beat, attempt=self.around.attempt)
+        try:
+            write_heartbeat(heartbeat, beat, attempt=self.around.attempt)
+        except OSError as error:
+            # A full disk is no reason to end; the agent sees an old heartbeat and decides.
+            log.warning("job.no_heartbeat", extra={"error": str(error)})
 
     def _follow_ending(self) -> None:
         ending = read_ending(self.plane)

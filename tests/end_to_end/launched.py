@@ -49,11 +49,16 @@ class Ended(NamedTuple):
         return {r["step"]: r["loss"] for r in self.records if r["event"] == "train"}
 
 
-def launched(
-    folder: Path, *overrides: str, hosts: int, devices: int, failures: str = "", **options
-) -> Ended:
-    """Train on simulated hosts until the agent is done; `failures` are of one attempt each."""
+def launched(folder: Path, *overrides: str, hosts: int, devices: int, **options) -> Ended:
+    """Train on simulated hosts until the agent is done; options as of `told`."""
     cfg = tiny(folder, *OPTIONS, *overrides)
+    return ended(cfg, told(cfg, folder, hosts=hosts, devices=devices, **options))
+
+
+def told(
+    cfg: RunConfig, folder: Path, *, hosts: int, devices: int, failures: str = "", **options
+) -> list[Told]:
+    """Return what an agent tells to its end; `failures` are of one attempt each."""
     folder.mkdir(exist_ok=True)
     save(cfg, folder / "tiny.yaml")
     directory = RunDirectory(Path(cfg.runs_dir) / cfg.name)
@@ -61,13 +66,11 @@ def launched(
     places = places_of(
         asked, task=None, accelerators=0, host="here", run_id="run", port=free_port()
     )
+    agent = Agent(command_of(folder), places, directory, disks=folder / "disks", **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXFOUND_FAILPOINT", failures)
         patch.setenv("PYTHONPATH", IMPORTS)
-        events = list(
-            Agent(command_of(folder), places, directory, disks=folder / "disks", **options).run()
-        )
-    return ended(cfg, events)
+        return list(agent.run())
 
 
 def command_of(folder: Path) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from tests.end_to_end.launched import IMPORTS, OPTIONS, STEPS
 from tests.resources.ports import free_port
 from tests.training.tiny import of_kind, run, same, state_at, tiny
 
-pytestmark = pytest.mark.multiprocess
+# Slow: five times two processes that start and compile.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 class Hosts:

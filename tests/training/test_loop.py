@@ -56,7 +56,8 @@ def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None):
     cfg = tiny(tmp_path, "optimizer.warmup_steps=0", *overrides)
     there = RunDirectory(tmp_path / "run")
     batch = Batch(*(np.zeros((1, 2), np.int32) for _ in range(5)))
-    with CheckpointManager(there.checkpoints, keep=0, mode="sync") as checkpoints:
+    saving = cfg.checkpoint
+    with CheckpointManager(there.checkpoints, keep=saving.keep, mode=saving.mode) as checkpoints:
         parts = Parts(
             step=fake_step(bad),
             batches=(batch for _ in count()),

@@ -154,9 +154,10 @@ class Agent:
     ) -> None:
         """Start every process and put it among `children`, so that none is lost if one fails."""
         logs = self.directory.logs(attempt)
+        searches = all(place.process for place in places)
         for place in places:
             heartbeat = beats / f"process-{place.process}.json"
-            here = replace(place, attempt=attempt, heartbeat=heartbeat)
+            here = replace(place, attempt=attempt, heartbeat=heartbeat, searches=searches)
             command = self.command
             around = environment(os.environ, attempt=attempt, coordinator=place.coordinator)
             if self.own_disk is not None:
@@ -199,6 +200,7 @@ class Agent:
             silent_s = child.silent_s()
             if self.silent_s and silent_s > self.silent_s and child.code() is None:
                 yield Told("silent", {"process": process, "silent_s": silent_s})
+                child.was_silent = True
                 child.kill()
 
     def _first_attempt(self) -> int:
@@ -252,10 +254,12 @@ def reason(children: Mapping[int, Child]) -> tuple[int, int]:
 
     One that was silent is; one that was killed because others had ended is not.
     """
+    silent = [p for p, c in children.items() if c.was_silent]
     codes = {p: c.code() or 0 for p, c in children.items() if not c.was_killed}
-    if codes and any(codes.values()):
+    if not silent and any(codes.values()):
         return worst(codes)
-    killed = [p for p, c in children.items() if c.was_killed]
+    # What is left are those that did not end when the others had, or when they were asked to.
+    killed = silent or [p for p, c in children.items() if c.was_killed]
     return (killed[0], Exit.HANG) if killed else worst(codes)
 
 

@@ -47,7 +47,7 @@ class Child:
         heartbeat: Path,
     ) -> None:
         self.process, self.log, self.heartbeat = process, log, heartbeat
-        self.was_killed = False
+        self.was_killed = self.was_silent = False
         self._read_to = log.stat().st_size if log.exists() else 0
         self._seen: tuple[int, float] = (0, time.monotonic())
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,13 @@ def join(place: Place) -> Place:
     host, base = split_address(place.coordinator)
     attempt = place.attempt
     if place.process:
-        attempt = open_attempt(host, base, first=place.attempt, timeout_s=JOIN_TIMEOUT_S)
+        attempt = open_attempt(
+            host,
+            base,
+            first=place.attempt,
+            among=NUM_PORTS if place.searches else 1,
+            timeout_s=JOIN_TIMEOUT_S,
+        )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with watched_door(host, port_of(base, attempt), watches=place.process > 0):
         jax.distributed.initialize(
@@ -98,18 +104,20 @@ def port_of(base: int, attempt: int) -> int:
     return base + attempt % NUM_PORTS
 
 
-def open_attempt(host: str, base: int, *, first: int, timeout_s: float | int) -> int:
+def open_attempt(host: str, base: int, *, first: int, among: int, timeout_s: float | int) -> int:
     """Return the lowest attempt from `first` up whose port process 0 listens at, once one does.
 
-    All ports are looked at: an agent that was started anew does not know how many attempts it
-    has missed, nor does a host whose number is ahead.
+    Args:
+        first: what the agent takes for the attempt that is under way.
+        among: attempts that it may be; NUM_PORTS are all, for an agent that was started anew and
+            does not know how many it has missed.
 
     Raises:
         PeerError: if none does within `timeout_s`.
     """
     ends_s = time.monotonic() + timeout_s
     while time.monotonic() < ends_s:
-        for attempt in range(first, first + NUM_PORTS):
+        for attempt in range(first, first + among):
             if listens(host, port_of(base, attempt)):
                 return attempt
         time.sleep(PROBE_EVERY_S)

@@ -17,6 +17,7 @@ ATTEMPT = "JAXFOUND_ATTEMPT"
 RUN_ID = "JAXFOUND_RUN_ID"
 HOST_ID = "JAXFOUND_HOST_ID"
 HEARTBEAT = "JAXFOUND_HEARTBEAT"
+SEARCHES = "JAXFOUND_SEARCHES"
 # All of them are set or none is; a process without the first is in no job.
 REQUIRED = (COORDINATOR, NUM_PROCESSES, PROCESS)
 
@@ -35,6 +36,8 @@ class Place:
         run_id: the same for every process and every attempt of a job.
         host_id: the machine, the same in every attempt.
         heartbeat: file in which the process tells its agent how far it is; None = nobody reads it.
+        searches: whether another attempt than `attempt` may be under way: its agent does not start
+            process 0, and can have missed some.
     """
 
     coordinator: str
@@ -46,6 +49,7 @@ class Place:
     run_id: str = ""
     host_id: str = ""
     heartbeat: Path | None = None
+    searches: bool = False
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables that say this; `from_env` reads them back."""
@@ -59,6 +63,7 @@ class Place:
             RUN_ID: self.run_id,
             HOST_ID: self.host_id,
             HEARTBEAT: str(self.heartbeat or ""),
+            SEARCHES: "1" if self.searches else "",
         }
         return {name: value for name, value in values.items() if value}
 
@@ -95,6 +100,7 @@ class Place:
             run_id=env.get(RUN_ID, ""),
             host_id=env.get(HOST_ID, ""),
             heartbeat=Path(env[HEARTBEAT]) if env.get(HEARTBEAT) else None,
+            searches=bool(env.get(SEARCHES)),
         )
 
 

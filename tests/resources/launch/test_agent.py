@@ -106,6 +106,22 @@ def test_a_process_that_is_silent_is_killed_as_hung(tmp_path):
     assert of_kind(events, "ended")[0]["code"] == Exit.HANG
 
 
+def test_the_silent_one_is_the_reason_and_not_those_that_lost_it(tmp_path):
+    program = """
+if me.attempt: sys.exit(0)
+beat(0)
+if me.process: os.kill(os.getpid(), signal.SIGSTOP)
+for number in range(20):
+    time.sleep(0.1)
+    beat(0, number)
+sys.exit(77)
+"""
+    events, code = told(agent_of(tmp_path, program, silent_s=1))
+    assert code == 0
+    first = of_kind(events, "ended")[0]
+    assert (first["process"], first["code"]) == (1, Exit.HANG)
+
+
 STOPPABLE = """
 def leave(number, frame):
     sys.exit(76)
@@ -254,3 +270,9 @@ def test_an_agent_that_is_started_again_goes_on_counting(tmp_path):
     assert [v["attempt"] for v in of_kind(events, "started")] == [2]
     events, _ = told(agent_of(tmp_path, program, hosts=2, first=1))
     assert [v["attempt"] for v in of_kind(events, "started")] == [7]
+
+
+@pytest.mark.parametrize(("first", "searches"), [(0, "False"), (1, "True")])
+def test_a_host_without_process_0_looks_for_the_attempt(tmp_path, first, searches):
+    told(agent_of(tmp_path, "print(me.searches, file=sys.stderr)", first=first))
+    assert (tmp_path / "logs/attempt-0/process-1.log").read_text() == f"{searches}\n"

@@ -7,7 +7,7 @@ import pytest
 from jaxfound.config.schema import ConfigError
 from jaxfound.resources.launch.place import Place
 
-FULL = Place("node01:29500", 6, 5, (2, 3), 0, 4, "run", "node03", Path("/dev/shm/beat"))
+FULL = Place("node01:29500", 6, 5, (2, 3), 0, 4, "run", "node03", Path("/dev/shm/beat"), True)
 SHORT = Place("127.0.0.1:1", 1, 0)
 
 
