@@ -52,7 +52,9 @@ class OnMesh[**P, R]:
         self.mesh = mesh
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what the function gives."""
+        """Return what the function gives; within another program, whose mesh it is, as is."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            return self._jitted(*args, **kwargs)
         with jax.set_mesh(self.mesh):
             return self._jitted(*args, **kwargs)
 

@@ -49,10 +49,14 @@ class Pulse:
 
     Args:
         clock: monotonic seconds.
+
+    Attributes:
+        hears: called by the main thread with each phase that begins and the steps so far.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.hears: Callable[[Phase, int], None] = lambda phase, step: None
         # One tuple, replaced as a whole: a thread that looks never sees half of a change.
         self._now: tuple[Phase, int, float] = ("start", 0, clock())
         self._spent_s: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
@@ -65,7 +69,9 @@ class Pulse:
         before, steps, since = self._now
         now = self._clock()
         self._spent_s[before] += now - since
-        self._now = (phase, steps if step is None else step, now)
+        done = steps if step is None else step
+        self._now = (phase, done, now)
+        self.hears(phase, done)
 
     def step_took(self, seconds: float | int) -> None:
         """Take a step's duration into the moving mean `step_s`."""

@@ -5,16 +5,29 @@ without a gap. `jaxfound.training.goodput` reads them.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
 
 from jaxfound.resources.metrics import MetricsWriter
+from jaxfound.resources.pulse import Phase
 
 Activity = Literal["init", "restore", "compile", "step", "data_wait", "eval", "checkpoint_block"]
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+# What the main thread does, as time is accounted for.
+ACTIVITY_OF: Mapping[Phase, Activity] = {
+    "start": "init",
+    "restore": "restore",
+    "compile": "compile",
+    "data": "data_wait",
+    "dispatch": "step",
+    "wait": "step",
+    "loop": "step",
+    "eval": "eval",
+    "save": "checkpoint_block",
+    "end": "checkpoint_block",
+}
 
 
 class Ledger:
@@ -42,15 +55,10 @@ class Ledger:
         self._seconds[self.activity] = spent_s
         self._since_s, self.activity = now_s, activity
 
-    @contextmanager
-    def span(self, activity: Activity) -> Iterator[None]:
-        """Count what happens inside as `activity`, and go on with the one before."""
-        before = self.activity
-        self.enter(activity)
-        try:
-            yield
-        finally:
-            self.enter(before)
+    def hear(self, phase: Phase, step: int) -> None:
+        """Begin the activity of a phase, after so many steps; what a `Pulse` calls."""
+        self.step = step
+        self.enter(ACTIVITY_OF[phase])
 
     def take(self) -> dict[Activity, float]:
         """Return the seconds of each activity since the last call, and begin anew."""

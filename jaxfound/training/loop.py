@@ -20,7 +20,6 @@ from jaxfound.resources.stragglers import Straggler
 from jaxfound.training.checkpoints import committed as saves_told
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import Event, NonFiniteError
-from jaxfound.training.ledger import Ledger
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import StepMetrics, TrainStep
 
@@ -80,12 +79,11 @@ def fit(
     directory: RunDirectory,
     clock: Callable[[], float] = time.monotonic,
     pulse: Pulse | None = None,
-    ledger: Ledger | None = None,
 ) -> Generator[Event, None, TrainState]:
     """Train from `state` to cfg.train.steps, yielding what happens, returning the last state.
 
     One step runs on the devices while the host reads the one before, so nothing waits for a
-    number; step times are from completion to completion. `pulse` and `ledger` hear what goes on.
+    number; step times are from completion to completion. `pulse` is told what goes on.
 
     Raises:
         NonFiniteError: a step was not finite and train.non_finite or max_skipped ends the run.
@@ -94,15 +92,12 @@ def fit(
     steps, done, asked = cfg.train.steps, int(state.step), ""
     tokens = cfg.train.batch_size * cfg.train.seq_len
     pulse = Pulse() if pulse is None else pulse
-    ledger = Ledger() if ledger is None else ledger
     pulse.enter("data", step=done)
-    ledger.enter("step")
     watch = Watch(StepTimer(tokens_per_step=tokens, num_steps=steps), clock, pulse)
     dispatch: Phase = "compile"
     while done < steps and not asked:
-        state, metrics = advance(state, parts, pulse=pulse, ledger=ledger, phase=dispatch)
-        ledger.step = done = done + 1
-        dispatch = "dispatch"
+        state, metrics = advance(state, parts, pulse=pulse, phase=dispatch)
+        done, dispatch = done + 1, "dispatch"
         pulse.enter("loop", step=done)
         reach("step")
         watch.timer.dispatched(done, now=clock())
@@ -113,23 +108,20 @@ def fit(
         bad = yield from drain(cfg, watch, parts, leave=0 if pauses else 1, directory=directory)
         if evaluates and parts.evaluate is not None and bad is None:
             pulse.enter("eval")
-            with ledger.span("eval"):
-                yield held_out(parts.evaluate(state), step=done)
+            yield held_out(parts.evaluate(state), step=done)
         if saves or asked or bad is not None:
             pulse.enter("save")
             must = done == steps or bool(asked) or bad is not None
-            with ledger.span("checkpoint_block"):
-                yield from save(state, parts, step=done, cfg=cfg, must=must)
+            yield from save(state, parts, step=done, cfg=cfg, must=must)
         if bad is not None:
             parts.checkpoints.wait()
             raise bad
         if pauses:
             watch.timer.restart(now=clock())
     pulse.enter("save")
-    with ledger.span("checkpoint_block"):
-        parts.checkpoints.wait()
-        if done == steps:
-            parts.checkpoints.finish_uploads(limit_s=cfg.checkpoint.upload_wait_s)
+    parts.checkpoints.wait()
+    if done == steps:
+        parts.checkpoints.finish_uploads(limit_s=cfg.checkpoint.upload_wait_s)
     yield from committed(parts)
     if done < steps:
         yield Event("stopped", done, {"signal": asked, "steps": steps})
@@ -139,16 +131,14 @@ def fit(
 
 
 def advance(
-    state: TrainState, parts: Parts, *, pulse: Pulse, ledger: Ledger, phase: Phase
+    state: TrainState, parts: Parts, *, pulse: Pulse, phase: Phase
 ) -> tuple[TrainState, StepMetrics]:
     """Hand the step of the next batch to the devices; return what will be its results."""
     pulse.enter("data")
     reach("data")
-    with ledger.span("data_wait"):
-        batch = next(parts.batches)
+    batch = next(parts.batches)
     pulse.enter(phase)
-    with ledger.span("compile" if phase == "compile" else "step"):
-        return parts.step(state, batch)
+    return parts.step(state, batch)
 
 
 def due(cfg: RunConfig, done: int) -> tuple[bool, bool]:

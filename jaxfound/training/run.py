@@ -187,6 +187,7 @@ def trained(
 ) -> Generator[Event, None, None]:
     """Yield the events of a run in `job`; process 0 records them."""
     ledger = Ledger()
+    job.pulse.hears = ledger.hear
     if job.plane.is_first:
         check_continues(cfg)
     meet(job.plane)
@@ -205,9 +206,9 @@ def trained(
             yield Event("finished", cfg.train.steps, {"again": True})
             return
         job.pulse.enter("restore")
-        with ledger.span("restore"):
-            state = restore(run, checkpoints)
-        events = told(run, state, checkpoints, opened=opened, job=job, ledger=ledger)
+        state = restore(run, checkpoints)
+        job.pulse.enter("start")
+        events = told(run, state, checkpoints, opened=opened, job=job)
         if not job.plane.is_first:
             yield from events
             return
@@ -232,7 +233,6 @@ def told(
     *,
     opened: ExitStack,
     job: Job,
-    ledger: Ledger,
 ) -> Iterator[Event]:
     """Yield the events of the run from `state`, or from fresh weights when it is None."""
     cfg = run.cfg
@@ -245,15 +245,7 @@ def told(
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
     parts = parts._replace(stragglers=Paces(job, every=cfg.watch.straggler_every))
-    yield from fit(
-        cfg,
-        state,
-        parts,
-        stop=job.stop,
-        directory=run.directory,
-        pulse=job.pulse,
-        ledger=ledger,
-    )
+    yield from fit(cfg, state, parts, stop=job.stop, directory=run.directory, pulse=job.pulse)
 
 
 def first_state(run: Run) -> TrainState:

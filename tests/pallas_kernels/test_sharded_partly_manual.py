@@ -86,7 +86,10 @@ def check(run, operands, expected, *, gathers=False, sums=False):
     text = compiled.as_text()
     assert ("all-gather" in text) == gathers
     assert ("all-reduce" in text) == sums
-    np.testing.assert_allclose(compiled(*operands), expected, rtol=1e-4, atol=1e-3)
+    # A sum is rounded by the size of its terms, not by its own: where they cancel little is left.
+    np.testing.assert_allclose(
+        compiled(*operands), expected, rtol=1e-4, atol=2e-6 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("names", ORDERS, ids="-".join)

@@ -11,8 +11,9 @@ import pytest
 
 from jaxfound.config.load import save
 from jaxfound.resources.metrics import read_metrics
+from jaxfound.resources.pulse import PHASES, Pulse
 from jaxfound.training.goodput import account
-from jaxfound.training.ledger import ACTIVITIES, Ledger, LedgerFile
+from jaxfound.training.ledger import ACTIVITIES, ACTIVITY_OF, Ledger, LedgerFile
 from jaxfound.training.run import run_directory
 from tests.training.tiny import run, tiny
 
@@ -54,30 +55,23 @@ def test_every_second_belongs_to_one_activity():
     for activity, seconds in (("restore", 2), ("compile", 3), ("step", 5), ("data_wait", 7)):
         ledger.enter(activity)
         clock.now_s += seconds
-    with ledger.span("eval"):
-        clock.now_s += 11
-        with ledger.span("checkpoint_block"):
-            clock.now_s += 13
-        clock.now_s += 17
-    clock.now_s += 19
-    assert ledger.take() == {
-        "init": 0,
-        "restore": 2,
-        "compile": 3,
-        "step": 5,
-        "data_wait": 26,
-        "eval": 28,
-        "checkpoint_block": 13,
-    }
+    assert ledger.take() == {"init": 0, "restore": 2, "compile": 3, "step": 5, "data_wait": 7}
     clock.now_s += 1
     assert ledger.take() == {"data_wait": 1}
 
 
-def test_an_activity_that_fails_is_over():
-    ledger = Ledger()
-    with pytest.raises(KeyError), ledger.span("restore"):
-        raise KeyError
-    assert ledger.activity == "init"
+def test_phases_of_the_main_thread_are_activities():
+    clock = FakeClock()
+    ledger, pulse = Ledger(clock=clock, unix=clock), Pulse(clock=clock)
+    pulse.hears = ledger.hear
+    for number, phase in enumerate(PHASES):
+        pulse.enter(phase, step=number)
+        clock.now_s += 2**number
+    assert ledger.step == len(PHASES) - 1
+    spent = dict.fromkeys(ACTIVITIES, 0)
+    for number, phase in enumerate(PHASES):
+        spent[ACTIVITY_OF[phase]] += 2**number
+    assert ledger.take() == spent
 
 
 def test_steps_done_again_are_lost_and_the_time_between_attempts_is_down():
@@ -120,8 +114,8 @@ def test_what_the_file_says_sums_to_the_clock(tmp_path):
     ledger = Ledger()
     with LedgerFile(tmp_path / "goodput.jsonl", ledger, first_step=3) as file:
         for _ in range(3):
-            with ledger.span("step"):
-                time.sleep(0.02)
+            ledger.enter("step")
+            time.sleep(0.02)
             ledger.step += 1
             file.write()
     found = account(read_metrics(tmp_path / "goodput.jsonl"))

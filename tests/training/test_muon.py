@@ -203,7 +203,7 @@ def saved(tmp_path_factory):
     with CheckpointManager(ready.directory.checkpoints, keep=0, mode="sync") as checkpoints:
         nothing = {"step": lambda *_: None, "batches": iter(()), "evaluate": None}
         parts = Parts(**nothing, checkpoints=checkpoints, host_batch=lambda step: None)
-        assert [e.kind for e in save(state, parts, step=STEP, cfg=cfg)] == ["checkpoint"]
+        assert [e.kind for e in save(state, parts, step=STEP, cfg=cfg, must=True)] == ["checkpoint"]
     return cfg, state
 
 

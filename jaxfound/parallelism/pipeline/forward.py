@@ -10,19 +10,11 @@ import numpy as np
 from jax import lax
 
 from jaxfound.parallelism.pipeline.chunk import walk_forward
-from jaxfound.parallelism.pipeline.runtime import (
-    Inputs,
-    Stages,
-    added,
-    entering,
-    handed_on,
-    pick,
-    put,
-    zeros,
-)
+from jaxfound.parallelism.pipeline.runtime import Inputs, Stages, entering, handed_on
 from jaxfound.parallelism.pipeline.schedule import Action, Schedule
 from jaxfound.parallelism.pipeline.slots import Wait, assign_slots
 from jaxfound.parallelism.pipeline.ticks import place_ticks
+from jaxfound.parallelism.pipeline.trees import added, pick, put, zeros
 
 COLUMNS = ("runs", "microbatch", "chunk", "first", "last", "slot")
 

@@ -10,7 +10,7 @@ computes the stage again.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,9 @@ from jaxfound.parallelism.pipeline.chunk import (
 from jaxfound.parallelism.pipeline.interleave import interleaved
 from jaxfound.parallelism.pipeline.split import SplitBackward, split_backward
 from jaxfound.parallelism.pipeline.ticks import TickTable
+from jaxfound.parallelism.pipeline.trees import Tree, added, float32_zeros, pick, put, zeros
 
 AXIS: AxisName = "pipeline"
-# Any pytree of arrays.
-type Tree = Any
 
 
 @dataclass(frozen=True)
@@ -373,30 +372,3 @@ def add_at(total: Tree, part: Tree, chunk: jax.Array, rank: Rank) -> Tree:
     """Return sums [chunks ...] with a part added to one chunk's."""
     at = rank.inputs.chunk(chunk).number
     return jax.tree.map(lambda a, b: a.at[at].add(b.astype(a.dtype)), total, part)
-
-
-def added(total: Tree, part: Tree) -> Tree:
-    """Return sums with a part added, in the format of the sums."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
-
-
-def pick(tree: Tree, index: jax.Array | int) -> Tree:
-    """Return entry `index` of each array's first dim."""
-    if isinstance(index, int):
-        return jax.tree.map(lambda a: a[index], tree)
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
-
-
-def put(slots: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the slots with one of them replaced."""
-    return lax.dynamic_update_index_in_dim(slots, value.astype(slots.dtype), index, 0)
-
-
-def zeros(shapes: Tree) -> Tree:
-    """Return zeros of these shapes and formats."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-def float32_zeros(like: Tree) -> Tree:
-    """Return float32 zeros of these shapes."""
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), like)
