@@ -5,6 +5,7 @@ from typing import cast
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from jaxfound.config.parallel import AXES
@@ -53,7 +54,7 @@ class OnMesh[**P, R]:
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what the function gives; within another program, whose mesh it is, as is."""
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._jitted(*args, **kwargs)
         with jax.set_mesh(self.mesh):
             return self._jitted(*args, **kwargs)
