@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, cast
 
 from jaxfound.resources.checkpoint import choose, remote, steps, uploader
 from jaxfound.resources.checkpoint.errors import CheckpointError, describe_error
+from jaxfound.resources.checkpoint.manifest import Key
 from jaxfound.resources.checkpoint.saving import (
     JoinedSaver,
     Origin,
@@ -155,14 +156,18 @@ class Transit:
         return notes
 
     def finish(self, *, limit_s: float | int) -> bool:
-        """Wait until the newest local step is whole on the shared tier; False when time is up."""
+        """Wait until the newest local step is whole on the shared tier; False when time is up.
+
+        It is when this host's uploader has said so: a record that comes later would be told to
+        nobody.
+        """
         if self.local is None or self._origin is None:
             return True
         attempt = self._origin.attempt
         mine = [m.key for _, m in self.local.parts() if m.key.attempt == attempt]
         ends_s = time.monotonic() + limit_s
         shared = SharedTier(self.directory)
-        while mine and max(mine) not in shared.committed():
+        while mine and not (max(mine) in shared.committed() and _is_done(self.local, max(mine))):
             if time.monotonic() > ends_s or shared.is_refused(max(mine)):
                 log.warning("checkpoint.not_uploaded", extra={"step": max(mine).step})
                 return False
@@ -233,3 +238,10 @@ class Transit:
                 done = self._child
             if done:
                 self._child = None
+
+
+def _is_done(local: LocalTier, key: Key) -> bool:
+    """Say whether the uploader of this disk has seen a save become whole."""
+    records, _ = uploader.read_records(local.root)
+    done = (cast(list[object], r["key"]) for r in records if r["kind"] == "done")
+    return any(tuple(found) == tuple(key) for found in done)
