@@ -46,6 +46,7 @@ def assert_untouched(run, untouched, *, kills):
     assert same(run.state, untouched.state)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_is_the_run_that_was_not(untouched, tmp_path):
     run = drilled(tmp_path, SHORT)
     assert_untouched(run, untouched, kills=len(SHORT))

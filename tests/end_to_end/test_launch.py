@@ -37,6 +37,7 @@ def interrupted(tmp_path_factory):
     return launched(tmp_path_factory.mktemp("failing"), hosts=2, devices=1, failures=failures)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_in_every_way_is_the_run_that_was_not(
     interrupted, two_processes
 ):
@@ -45,6 +46,7 @@ def test_a_run_that_was_interrupted_in_every_way_is_the_run_that_was_not(
     assert same(interrupted.state, two_processes.state)
 
 
+@pytest.mark.slow
 def test_each_end_has_the_code_that_says_what_it_was(interrupted):
     codes = [v["code"] for v in interrupted.of_kind("ended")]
     assert codes == [Exit.PREEMPTED, Exit.CRASH, Exit.HANG, -9, 0]
@@ -52,6 +54,7 @@ def test_each_end_has_the_code_that_says_what_it_was(interrupted):
     assert (reasons[1], reasons[3]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_hang_names_who_holds_up_the_others_and_shows_the_line(interrupted):
     logs = interrupted.directory.logs(2)
     said = (logs / "process-0.log").read_text() + (logs / "process-1.log").read_text()
@@ -62,6 +65,7 @@ def test_a_hang_names_who_holds_up_the_others_and_shows_the_line(interrupted):
     assert "in _hang" in stacks
 
 
+@pytest.mark.slow
 def test_a_notice_to_one_process_stops_both_at_one_step(interrupted):
     stopped = [r for r in interrupted.records if r["event"] == "stopped"]
     assert [r["signal"] for r in stopped] == ["SIGTERM"]

@@ -122,6 +122,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_that_is_compiled_now_is_within_the_limit(name):

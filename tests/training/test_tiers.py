@@ -13,7 +13,7 @@ def kinds(events, *names):
 
 @pytest.mark.multiprocess
 def test_a_run_with_a_local_disk_resumes_from_it_and_ends_whole_in_its_folder(tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="jaxfound")
     cfg = tiny(tmp_path, *OPTIONS, f"checkpoint.local_dir={tmp_path / 'disk'}")
     first = run(cfg, stop_after=6)
     assert kinds(first, "checkpoint", "stopped") == [

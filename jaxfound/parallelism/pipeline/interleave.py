@@ -47,13 +47,13 @@ def interleaved(first: Callable[[], PyTree], second: Callable[[], PyTree]) -> tu
         return first(), second()
 
     traced, shapes = jax.make_jaxpr(both, return_shape=True)()
+    if not any(exchanges(eqn) for eqn in traced.eqns):
+        return both()
     return jax.tree.unflatten(jax.tree.structure(shapes), _results(traced))
 
 
 def _results(traced: Jaxpr) -> list[jax.Array]:
     """Return what a program without inputs gives, its operations in order."""
-    if not any(exchanges(eqn) for eqn in traced.eqns):
-        return jaxpr_as_fun(traced)()
     flat = jax.make_jaxpr(Opened(num_params=0).run(traced))()
     once = each_once(flat.eqns)
     wanted = [v if isinstance(v, Literal) else once.stands_for.get(v, v) for v in flat.outvars]
