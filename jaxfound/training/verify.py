@@ -115,7 +115,7 @@ def findings(
                 many.found,
                 degree=degree_of(parallel, axis),
                 zero_stage=many.plan.rules.zero_stage,
-                tokens=token_dims(trial.cfg, many.plan),
+                tokens=token_dims(trial.cfg, many.plan) | latent_dims(trial.cfg, many.plan),
                 matrix_sizes=matrix_sizes(trial.table),
             )
     if many.plan.rules.cuts_stream:
@@ -237,6 +237,18 @@ def token_dims(cfg: RunConfig, plan: ParallelPlan) -> set[tuple[int, ...]]:
     row, chunk = cfg.train.seq_len // degree, cfg.train.loss_chunk
     lengths = (row, chunk // degree, min(chunk, row)) if plan.rules.cuts_stream else ()
     return {(length, cfg.model.embed_dim) for length in lengths}
+
+
+def latent_dims(cfg: RunConfig, plan: ParallelPlan) -> set[tuple[int, ...]]:
+    """Return the last dims of latent attention's narrow products that tensor gathers.
+
+    Their weights are whole on every device: each multiplies its part of the tokens, and the
+    product is gathered in place of the wider stream.
+    """
+    mla = cfg.model.mla
+    narrow = (mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_head_dim)
+    widths = narrow if cfg.model.mixer == "mla" else ()
+    return {(length, width) for length, _ in token_dims(cfg, plan) for width in widths}
 
 
 def stream_is_cut(trial: Trial, many: Outcome) -> Finding:

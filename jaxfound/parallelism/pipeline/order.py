@@ -193,7 +193,7 @@ def product_seconds(eqn: JaxprEqn) -> float:
         return max(flops / FLOPS, _moved_bytes(eqn) / MEMORY_BPS)
     if name in PRODUCTS | KERNELS:
         return _moved_bytes(eqn) / MEMORY_BPS
-    inside = [sum(product_seconds(e) for e in p.eqns) for p in jaxprs_in_params(eqn.params)]
+    inside = [sum((product_seconds(e) for e in p.eqns), 0.0) for p in jaxprs_in_params(eqn.params)]
     steps = eqn.params.get("length", 1) if name == "scan" else 1
     return steps * min(inside, default=0.0)
 
