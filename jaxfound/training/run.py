@@ -207,7 +207,6 @@ def trained(
             return
         job.pulse.enter("restore")
         state = restore(run, checkpoints)
-        job.pulse.enter("start")
         events = told(run, state, checkpoints, opened=opened, job=job)
         if not job.plane.is_first:
             yield from events
@@ -236,7 +235,7 @@ def told(
 ) -> Iterator[Event]:
     """Yield the events of the run from `state`, or from fresh weights when it is None."""
     cfg = run.cfg
-    job.pulse.enter("compile")
+    job.pulse.enter("compile", step=0 if state is None else int(state.step))
     if state is None:
         state = first_state(run)
     else:

@@ -1,5 +1,6 @@
-"""Hosts, disks and mounts for the tests of checkpoints."""
+"""Hosts, disks and mounts for the tests of checkpoints; loggers for those of logs."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import subprocess
 import pytest
 
 from jaxfound.resources.checkpoint import Tiers, uploader
+from jaxfound.resources.logs import LOGGERS
 from tests.resources.hosts import Hosts
 
 
@@ -55,3 +57,17 @@ def mount(tmp_path):
     yield do
     for at in reversed(mounted):
         subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+@pytest.fixture
+def handlers_as_before():
+    """Handlers and levels of the loggers are what they were when the test is over."""
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    yield
+    for handler in [h for h in root.handlers if h not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)

@@ -7,21 +7,8 @@ import pytest
 
 from jaxfound.cli.main import main
 from jaxfound.resources.collect import collect, next_attempt, since
-from jaxfound.resources.logs import FULL_FILES, LOGGERS, configure_logging
+from jaxfound.resources.logs import FULL_FILES, configure_logging
 from jaxfound.resources.run_directory import RunDirectory
-
-
-@pytest.fixture
-def handlers_as_before():
-    root = logging.getLogger()
-    handlers = root.handlers[:]
-    levels = {name: logging.getLogger(name).level for name in LOGGERS}
-    yield
-    for handler in [h for h in root.handlers if h not in handlers]:
-        root.removeHandler(handler)
-        handler.close()
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 def write(run, process, *records, attempt=0, suffix="", torn=""):

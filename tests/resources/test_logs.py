@@ -3,20 +3,9 @@ import logging
 
 import pytest
 
-from jaxfound.resources.logs import LOGGERS, StderrHandler, configure_logging
+from jaxfound.resources.logs import StderrHandler, configure_logging
 
-
-@pytest.fixture(autouse=True)
-def handlers_as_before():
-    root = logging.getLogger()
-    handlers = root.handlers[:]
-    levels = {name: logging.getLogger(name).level for name in LOGGERS}
-    yield
-    for handler in [h for h in root.handlers if h not in handlers]:
-        root.removeHandler(handler)
-        handler.close()
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+pytestmark = pytest.mark.usefixtures("handlers_as_before")
 
 
 LOG = logging.getLogger("jaxfound.resources.test")

@@ -158,6 +158,17 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_its_wall_clock(killed_an
         assert found.seconds[activity] > 0, activity
 
 
+def test_records_of_an_attempt_follow_each_other_from_its_first_step(killed_and_resumed):
+    cfg, _, _ = killed_and_resumed
+    records = list(read_metrics(run_directory(cfg).goodput))
+    step = 0
+    for record in records:
+        if record["event"] == "spans":
+            assert step == record["from_step"] <= record["step"]
+        step = record["step"]
+    assert [r["step"] for r in records if r["event"] == "begin"] == [0, 4]
+
+
 def test_the_table_ends_with_the_share_of_steps_that_stayed(
     killed_and_resumed, capsys, monkeypatch
 ):

@@ -1,6 +1,5 @@
 """Token embedding and output head, rows padded to a multiple; padding never counts."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -56,13 +55,14 @@ class Head(nnx.Module):
 
 def logits_of(x: jax.Array, matrix: jax.Array, *, head: Head) -> jax.Array:
     """Return float32 logits [B T V] of x [B T D]; padded ids are -1e30, so they never win."""
-    logits_BTV = PRODUCTS.get(x.dtype.name, _wide_product)(x, matrix)
+    product = _float32_product if x.dtype == jnp.float32 else _bfloat16_product
+    logits_BTV = product(x, matrix)
     logits_BTV = head.execution.rules.constrain(logits_BTV, "batch", "seq", "vocab")
     real_V = jnp.arange(matrix.shape[1]) < head.vocab_size
     return jnp.where(real_V[None, None, :], logits_BTV, NEG_INF)
 
 
-def _wide_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+def _float32_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.einsum("BTD,DV->BTV", x, matrix, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -89,8 +89,3 @@ def _bfloat16_backward(
 
 
 _bfloat16_product.defvjp(_bfloat16_forward, _bfloat16_backward)
-
-# Logits [B T V] of x [B T D] and a matrix [D V], in float32, by the format of x.
-PRODUCTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "bfloat16": _bfloat16_product,
-}

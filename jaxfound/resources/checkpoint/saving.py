@@ -10,7 +10,6 @@ folder, where process 0 joins them when all have said that theirs are there.
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast, runtime_checkable
@@ -129,16 +128,12 @@ class WholeSaver:
 
     def write(self, job: Job, origin: Origin) -> Manifest:
         """Write, sum and commit one snapshot; nothing is left of one that fails."""
-        with ExitStack() as undo:
-            saving = steps.begin(self.directory, job.step)
-            undo.callback(steps.discard, saving)
+        with steps.writing(self.directory, job.step) as saving:
             reach("save.local")
             self.storage.write(saving / STATE, job.copy.arrays)
             reach("save.manifest")
             manifest = job.manifest(origin, files=saving)
             manifests.write(saving, manifest)
-            steps.commit(saving)
-            undo.pop_all()
         return manifest
 
 
@@ -152,14 +147,10 @@ class PartSaver:
 
     def write(self, job: Job, origin: Origin) -> Manifest:
         """Write, sum and commit this process's part; nothing is left of one that fails."""
-        with ExitStack() as undo:
-            saving = steps.begin(self.directory, job.step)
-            undo.callback(steps.discard, saving)
+        with steps.writing(self.directory, job.step) as saving:
             part = write_part(saving, job, origin, host=self.host, copies=True)
             manifest = job.manifest(origin, files=saving, part=part)
             manifests.write(saving, manifest)
-            steps.commit(saving)
-            undo.pop_all()
         return manifest
 
 
@@ -184,7 +175,8 @@ class JoinedSaver:
             fault = ""
         except (OSError, ValueError) as error:
             fault, manifest = describe_error(error), None
-        faults = self._faults(self.plane.gather("checkpoint/part", fault, timeout_s=SLOW_S))
+        votes = self.plane.gather("checkpoint/part", fault, timeout_s=SLOW_S)
+        faults = [f"process {p}: {vote}" for p, vote in enumerate(votes) if vote]
         told = ""
         if self.plane.is_first:
             if faults:
@@ -210,9 +202,6 @@ class JoinedSaver:
         mine = publish.with_files(mine, files)
         manifests.write(target, mine, name=part_name(origin.process))
         return mine
-
-    def _faults(self, votes: tuple[str, ...]) -> list[str]:
-        return [f"process {p}: {fault}" for p, fault in enumerate(votes) if fault]
 
 
 def _join(shared: SharedTier, key: Key) -> str:

@@ -8,6 +8,8 @@
 
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jaxfound.resources.checkpoint.manifest import MANIFEST
@@ -52,6 +54,17 @@ def begin(directory: Path, step: int) -> Path:
     discard(saving)
     saving.mkdir(parents=True)
     return saving
+
+
+@contextmanager
+def writing(directory: Path, step: int) -> Generator[Path]:
+    """Give an empty directory for `step`, and commit it at the end; a failure leaves nothing."""
+    saving = begin(directory, step)
+    with ExitStack() as undo:
+        undo.callback(discard, saving)
+        yield saving
+        commit(saving)
+        undo.pop_all()
 
 
 def commit(saving: Path) -> Path:
