@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from jaxfound.resources.metrics import Record
-from jaxfound.training.ledger import ACTIVITIES
+from jaxfound.training.time_ledger import ACTIVITIES
 
 # What making a step takes, and what is therefore lost with it.
 OF_STEPS = ("step", "data_wait")

@@ -34,12 +34,12 @@ from jaxfound.training.compiler_flags import options_for
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
 from jaxfound.training.job import Job, Paces, meet, open_job, prepare_once
-from jaxfound.training.ledger import Ledger, LedgerFile
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.saved import SavedForm
 from jaxfound.training.state import TrainState, create_train_state
 from jaxfound.training.step import TrainStep, batch_sharding, make_train_step
+from jaxfound.training.time_ledger import TimeLedger, TimeLedgerFile
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def trained(
     cfg: RunConfig, job: Job, *, devices: Sequence[Device] | None
 ) -> Generator[Event, None, None]:
     """Yield the events of a run in `job`; process 0 records them."""
-    ledger = Ledger()
+    ledger = TimeLedger()
     job.pulse.hears = ledger.hear
     if job.plane.is_first:
         check_continues(cfg)
@@ -213,7 +213,7 @@ def trained(
             return
         first_step = 0 if state is None else int(state.step)
         spent = opened.enter_context(
-            LedgerFile(run.directory.goodput, ledger, first_step=first_step)
+            TimeLedgerFile(run.directory.goodput, ledger, first_step=first_step)
         )
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         # Saved before the first step, so that a stopped run can always be read back.

@@ -115,7 +115,7 @@ def findings(
                 many.found,
                 degree=degree_of(parallel, axis),
                 zero_stage=many.plan.rules.zero_stage,
-                tokens=token_dims(trial.cfg, many.plan) | latent_dims(trial.cfg, many.plan),
+                lengths=token_lengths(trial.cfg, many.plan),
                 matrix_sizes=matrix_sizes(trial.table),
             )
     if many.plan.rules.cuts_stream:
@@ -201,14 +201,15 @@ def axis_is_real(
     degree: int,
     zero_stage: int,
     matrix_sizes: set[int],
-    tokens: Collection[tuple[int, ...]] = (),
+    lengths: Collection[int] = (),
 ) -> Finding:
     """Return whether a program has the collectives of an axis, and none that undoes it.
 
     Args:
         found: its collectives, with the axes that each crosses.
         matrix_sizes: elements of each matrix of a layer: tensor must not gather what it cut.
-        tokens: last dims of what else tensor may gather; nothing by default.
+        lengths: of rows [rows tokens channels] that tensor may gather, of any width: weights that
+            it does not cut multiply a part of the tokens on each device; nothing by default.
     """
     crossing = [c for c, axes in found if axis in axes]
     kinds = {c.kind for c in crossing}
@@ -218,7 +219,7 @@ def axis_is_real(
     undone: list[Collective] = []
     if axis == "tensor":
         undone = [c for c in crossing if c.kind == "all_gather" and elements(c) in matrix_sizes]
-        undone = [c for c in undone if dims_of(c)[-2:] not in tokens]
+        undone = [c for c in undone if len(dims_of(c)) < 3 or dims_of(c)[-2] not in lengths]
     if axis in ("data", "expert"):
         # Neither tokens nor experts.
         undone = [c for c, axes in found if axes == (axis,) and c.kind == "all_gather"]
@@ -228,32 +229,20 @@ def axis_is_real(
     return Finding(f"{axis}={degree} is real", not missing and not undone, said)
 
 
-def token_dims(cfg: RunConfig, plan: ParallelPlan) -> set[tuple[int, ...]]:
-    """Return the last dims of activations that tensor gathers: of blocks, of a chunk of the loss.
+def token_lengths(cfg: RunConfig, plan: ParallelPlan) -> set[int]:
+    """Return the lengths of rows whose tokens tensor gathers: of blocks, of a chunk of the loss.
 
     Nothing where the residual stream is not cut.
     """
     degree = plan.degree("context")
     row, chunk = cfg.train.seq_len // degree, cfg.train.loss_chunk
-    lengths = (row, chunk // degree, min(chunk, row)) if plan.rules.cuts_stream else ()
-    return {(length, cfg.model.embed_dim) for length in lengths}
-
-
-def latent_dims(cfg: RunConfig, plan: ParallelPlan) -> set[tuple[int, ...]]:
-    """Return the last dims of latent attention's narrow products that tensor gathers.
-
-    Their weights are whole on every device: each multiplies its part of the tokens, and the
-    product is gathered in place of the wider stream.
-    """
-    mla = cfg.model.mla
-    narrow = (mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_head_dim)
-    widths = narrow if cfg.model.mixer == "mla" else ()
-    return {(length, width) for length, _ in token_dims(cfg, plan) for width in widths}
+    return {row, chunk // degree, min(chunk, row)} if plan.rules.cuts_stream else set()
 
 
 def stream_is_cut(trial: Trial, many: Outcome) -> Finding:
     """Return whether blocks gather their tokens over tensor, so that each device has a part."""
-    whole = token_dims(trial.cfg, many.plan)
+    width = trial.cfg.model.embed_dim
+    whole = {(length, width) for length in token_lengths(trial.cfg, many.plan)}
     found = [
         c
         for c, axes in many.found

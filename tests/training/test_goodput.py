@@ -12,9 +12,15 @@ import pytest
 from jaxfound.config.load import save
 from jaxfound.resources.metrics import read_metrics
 from jaxfound.resources.pulse import PHASES, Pulse
-from jaxfound.training.goodput import account
-from jaxfound.training.ledger import ACTIVITIES, ACTIVITY_OF, Ledger, LedgerFile
+from jaxfound.training.goodput import account, number_of
 from jaxfound.training.run import run_directory
+from jaxfound.training.time_ledger import (
+    ACTIVITIES,
+    ACTIVITY_OF,
+    Activity,
+    TimeLedger,
+    TimeLedgerFile,
+)
 from tests.training.tiny import run, tiny
 
 # The loop asks once a step whether to stop; the seventh time it is killed.
@@ -51,8 +57,9 @@ def spans(begin, end, *, at, **seconds):
 
 def test_every_second_belongs_to_one_activity():
     clock = FakeClock()
-    ledger = Ledger(clock=clock, unix=clock)
-    for activity, seconds in (("restore", 2), ("compile", 3), ("step", 5), ("data_wait", 7)):
+    ledger = TimeLedger(clock=clock, unix=clock)
+    spent: dict[Activity, int] = {"restore": 2, "compile": 3, "step": 5, "data_wait": 7}
+    for activity, seconds in spent.items():
         ledger.enter(activity)
         clock.now_s += seconds
     assert ledger.take() == {"init": 0, "restore": 2, "compile": 3, "step": 5, "data_wait": 7}
@@ -62,16 +69,16 @@ def test_every_second_belongs_to_one_activity():
 
 def test_phases_of_the_main_thread_are_activities():
     clock = FakeClock()
-    ledger, pulse = Ledger(clock=clock, unix=clock), Pulse(clock=clock)
+    ledger, pulse = TimeLedger(clock=clock, unix=clock), Pulse(clock=clock)
     pulse.hears = ledger.hear
     for number, phase in enumerate(PHASES):
         pulse.enter(phase, step=number)
         clock.now_s += 2**number
     assert ledger.step == len(PHASES) - 1
-    spent = dict.fromkeys(ACTIVITIES, 0)
-    for number, phase in enumerate(PHASES):
-        spent[ACTIVITY_OF[phase]] += 2**number
-    assert ledger.take() == spent
+    spent = ledger.take()
+    for activity in ACTIVITIES:
+        expected = sum(2**n for n, phase in enumerate(PHASES) if ACTIVITY_OF[phase] == activity)
+        assert spent[activity] == expected
 
 
 def test_steps_done_again_are_lost_and_the_time_between_attempts_is_down():
@@ -111,8 +118,8 @@ def test_a_step_lost_twice_is_counted_twice_and_kept_once():
 
 
 def test_what_the_file_says_sums_to_the_clock(tmp_path):
-    ledger = Ledger()
-    with LedgerFile(tmp_path / "goodput.jsonl", ledger, first_step=3) as file:
+    ledger = TimeLedger()
+    with TimeLedgerFile(tmp_path / "goodput.jsonl", ledger, first_step=3) as file:
         for _ in range(3):
             ledger.enter("step")
             time.sleep(0.02)
@@ -161,12 +168,12 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_its_wall_clock(killed_an
 def test_records_of_an_attempt_follow_each_other_from_its_first_step(killed_and_resumed):
     cfg, _, _ = killed_and_resumed
     records = list(read_metrics(run_directory(cfg).goodput))
-    step = 0
-    for record in records:
-        if record["event"] == "spans":
-            assert step == record["from_step"] <= record["step"]
-        step = record["step"]
-    assert [r["step"] for r in records if r["event"] == "begin"] == [0, 4]
+    begun = [number for number, r in enumerate(records) if r["event"] == "begin"]
+    assert [records[number]["step"] for number in begun] == [0, 4]
+    for first, end in zip(begun, [*begun[1:], len(records)], strict=True):
+        before, after = records[first : end - 1], records[first + 1 : end]
+        assert [r["from_step"] for r in after] == [r["step"] for r in before]
+        assert all(number_of(r, "step") >= number_of(r, "from_step") for r in after)
 
 
 def test_the_table_ends_with_the_share_of_steps_that_stayed(

@@ -128,7 +128,14 @@ def test_a_step_is_to_scatter_what_zero_cuts_and_what_the_sequence_cuts():
 
 
 def test_tensor_may_gather_tokens_and_no_matrix():
-    crossings = [(collective(kind), ("tensor",)) for kind in ("all_reduce", "all_gather")]
     sizes = {"degree": 2, "zero_stage": 3, "matrix_sizes": {32}}
-    assert axis_is_real("tensor", crossings, **sizes, tokens={(4, 8)}).holds
-    assert not axis_is_real("tensor", crossings, **sizes, tokens={(8, 4)}).holds
+
+    def holds(shape, lengths):
+        gathered = collective("all_gather", shape)
+        crossings = [(collective("all_reduce"), ("tensor",)), (gathered, ("tensor",))]
+        return axis_is_real("tensor", crossings, **sizes, lengths=lengths).holds
+
+    assert holds("f32[2,4,4]{2,1,0}", {4})
+    assert not holds("f32[2,4,4]{2,1,0}", {8})
+    # Of two dims it is a matrix, whatever its sizes.
+    assert not holds("f32[4,8]{1,0}", {4})

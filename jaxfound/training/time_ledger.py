@@ -30,7 +30,7 @@ ACTIVITY_OF: Mapping[Phase, Activity] = {
 }
 
 
-class Ledger:
+class TimeLedger:
     """Seconds of each activity since the last `take`; the first activity is `init`.
 
     Args:
@@ -67,7 +67,7 @@ class Ledger:
         return seconds
 
 
-class LedgerFile:
+class TimeLedgerFile:
     """Appends what a ledger holds to a run's `goodput.jsonl`, the rest of it on exit.
 
     Args:
@@ -76,7 +76,7 @@ class LedgerFile:
         first_step: optimizer steps done when the attempt goes on.
     """
 
-    def __init__(self, path: Path, ledger: Ledger, *, first_step: int) -> None:
+    def __init__(self, path: Path, ledger: TimeLedger, *, first_step: int) -> None:
         self._ledger = ledger
         self._writer = MetricsWriter(path)
         ledger.step = first_step
@@ -89,7 +89,7 @@ class LedgerFile:
         self._writer.write("spans", step=step, from_step=self._from_step, seconds=seconds)
         self._from_step = step
 
-    def __enter__(self) -> "LedgerFile":
+    def __enter__(self) -> "TimeLedgerFile":
         return self
 
     def __exit__(
