@@ -1,8 +1,10 @@
 """One prompt, one continuation: prefill the cache, then decode a token at a time."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -17,10 +19,20 @@ from jaxfound.data.tokenizer import JsonTokenizer, Tokenizer, check_vocabulary, 
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.models.cache import Cache, empty_cache
 from jaxfound.models.execution import Execution
-from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
-from jaxfound.serving.sampler import Sampling, sample
+from jaxfound.serving.prompt import prompt_ids
+from jaxfound.serving.sampler import (
+    History,
+    Level,
+    RowSampling,
+    Sampling,
+    counted,
+    history_of,
+    level_of,
+    row_of,
+    sample_rows,
+)
 
 # Prompts and caches are padded to multiples of this, so that few sizes are compiled.
 SIZE_STEP = 64
@@ -45,6 +57,11 @@ class Generator:
     tokenizer: Tokenizer
     step: int
     start: tuple[int, ...] | None = None
+
+    @property
+    def prompt_start(self) -> tuple[int, ...]:
+        """Ids before a prompt that is text."""
+        return (self.tokenizer.bos_id,) if self.start is None else self.start
 
     def text(
         self, prompt: str | Sequence[int], *, max_tokens: int, sampling: Sampling = DEFAULT
@@ -85,14 +102,14 @@ class Generator:
                 f"be at most model.max_positions={limit}, and max_tokens at least 1. "
                 f"Use max_tokens up to {max(limit - len(prompt_T), 0)}"
             )
-        key = jax.random.key(sampling.seed)
         padded = np.zeros((1, rounded(len(prompt_T))), np.int32)
         padded[0, : len(prompt_T)] = prompt_T
         cache = self._empty(len(prompt_T) + max_tokens)
         logits, cache = self._prefill(self.arrays, jnp.asarray(padded), cache)
         row = logits[:, len(prompt_T) - 1]
+        choose = self._chooser(sampling, prompt_T)
         for i in range(max_tokens):
-            token = self._sample(row, jax.random.fold_in(key, i), sampling=sampling)
+            token = choose(row)
             if int(token[0]) == self.tokenizer.eos_id:
                 return
             yield int(token[0])
@@ -100,14 +117,29 @@ class Generator:
             row, cache = self._decode(self.arrays, token[:, None], cache, position)
 
     def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return all ids before the continuation."""
-        start = (self.tokenizer.bos_id,) if self.start is None else self.start
-        text = isinstance(prompt, str)
-        ids = [*start, *self.tokenizer.encode(prompt).tolist()] if text else list(prompt)
-        if not ids:
-            raise ConfigError("an empty prompt has nothing to continue: this model's prompts do "
-                              "not begin with a start token. Give it some text")  # fmt: skip
-        return ids
+        return prompt_ids(prompt, tokenizer=self.tokenizer, start=self.prompt_start)
+
+    def _chooser(self, sampling: Sampling, prompt: list[int]) -> Callable[[jax.Array], jax.Array]:
+        """Return what draws a token from logits [1 V], and counts its draws."""
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        size, level = self.frame.cfg.padded_vocab_size, level_of([sampling])
+        batched = partial(jax.tree.map, lambda value: jnp.asarray(value)[None])
+        rows: RowSampling = batched(row_of(sampling))
+        history: History | None = None
+        if sampling.penalises:
+            history = batched(history_of(prompt, [], vocab_size=size))
+        numbers = itertools.count()
+
+        def choose(logits: jax.Array) -> jax.Array:
+            nonlocal history
+            index = jnp.full((1,), next(numbers), jnp.int32)
+            token, history = self._sample(logits, rows, index, history, level=level)
+            if int(token[0]) < 0:
+                raise FloatingPointError("the model gives logits that are not finite")
+            return token
+
+        return choose
 
     def _empty(self, num_tokens: int) -> Cache:
         dtype = self.frame.execution.dtype
@@ -135,13 +167,22 @@ class Generator:
     def _sample(self):  # noqa: ANN202
         num_ids = self.tokenizer.vocab_size
 
-        # Published vocabularies hold rows beyond the tokenizer's ids; trained or not, they name
-        # no token.
-        def draw(logits: jax.Array, key: jax.Array, *, sampling: Sampling) -> jax.Array:
-            real = jnp.arange(logits.shape[-1])[None, :] < num_ids
-            return sample(jnp.where(real, logits, NEG_INF), key, sampling=sampling)
+        def draw(
+            logits: jax.Array,
+            rows: RowSampling,
+            index: jax.Array,
+            history: History | None,
+            *,
+            level: Level,
+        ) -> tuple[jax.Array, History | None]:
+            token = sample_rows(
+                logits, rows, index, history=history, num_ids=num_ids, level=level
+            ).tokens
+            if history is not None:
+                history = counted(history, token, jnp.ones((1,), bool))
+            return token, history
 
-        return jax.jit(draw, static_argnames="sampling")
+        return jax.jit(draw, static_argnames="level")
 
 
 def rounded(num_tokens: int) -> int:
