@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
 from pallas_kernels.fp8_matmul import fp8_matmul
-from pallas_kernels.quantize import quantize, requantize_transposed
+from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
 from pallas_kernels.sharded import (
     STACK_LETTERS,
     ShardRule,
@@ -46,6 +46,33 @@ def linear(
     rule = ShardRule(operands=(f"{stack}k", "kn"), results=(f"{stack}n",), contracted="k")
     product = on_automatic_axes(PRECISIONS[precision], rule)
     return product(vary(x, axes), vary(w, axes))
+
+
+def quantized_linear(x: Float[Array, "*batch k"], w: Quantized) -> Float[Array, "*batch n"]:
+    """Return what `linear` returns in "fp8", of weights that were quantised before; no gradient.
+
+    Args:
+        x: activations; any leading dims.
+        w: weights [n, k] in squares: `quantize(w, format=WEIGHT).mT`, kept as it is.
+    """
+    x_q = quantize(x, format=ACTIVATION)
+    return fp8_matmul(x_q, w, out_dtype=_sum_dtype(x.dtype)).astype(x.dtype)
+
+
+def linear_of_quantized(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"], w_q: Quantized
+) -> Float[Array, "*batch n"]:
+    """Return what `linear` returns in "fp8", of weights that were quantised before.
+
+    Differentiable in `x` and `w`: one quantisation serves the product, the gradient of its input
+    (the same squares, transposed) and every other use of the weights before they change.
+
+    Args:
+        x: activations; any leading dims.
+        w: the weights, which get the gradient; their values are not read.
+        w_q: `quantize(w, format=WEIGHT)`.
+    """
+    return _fp8_product_of(x, w, w_q, _Dtypes(x=x.dtype, w=w.dtype))
 
 
 def _product(
@@ -114,23 +141,27 @@ def _fp8_product(
 def _fp8_forward(
     x: Float[Array, "*batch k"], w: Float[Array, "k n"], dtypes: _Dtypes
 ) -> tuple[Float[Array, "*batch n"], tuple[Quantized, Quantized]]:
+    return _forward_of(x, quantize(w, format=WEIGHT), dtypes)
+
+
+def _forward_of(
+    x: Float[Array, "*batch k"], w_q: Quantized, dtypes: _Dtypes
+) -> tuple[Float[Array, "*batch n"], tuple[Quantized, Quantized]]:
     x_q = quantize(x.reshape(-1, x.shape[-1]) if x.ndim == 1 else x, format=ACTIVATION)
-    w_q = quantize(w, format=WEIGHT)
     product = fp8_matmul(x_q, w_q.mT, out_dtype=_sum_dtype(dtypes.x))
     # The 8-bit activations are what backward keeps: half the memory of bfloat16 ones.
-    return product.reshape(*x.shape[:-1], w.shape[1]).astype(dtypes.x), (x_q, w_q)
+    return product.reshape(*x.shape[:-1], w_q.columns).astype(dtypes.x), (x_q, w_q)
 
 
 def _fp8_backward(
     dtypes: _Dtypes, saved: tuple[Quantized, Quantized], grad: Float[Array, "*batch n"]
 ) -> tuple[Float[Array, "*batch k"], Float[Array, "k n"]]:
     x_q, w_q = saved
+    # Both from the gradient itself, neither from an 8-bit copy, and never in squares: square
+    # blocks on gradients made training diverge (DeepSeek-V3, appendix B.2).
     grad_rows = grad.reshape(-1, grad.shape[-1]) if grad.ndim == 1 else grad
-    grad_q = quantize(grad_rows, format=ACTIVATION)
+    grad_q, grad_t = quantize_both(grad_rows, format=ACTIVATION)
     grad_x = fp8_matmul(grad_q, w_q, out_dtype=_sum_dtype(dtypes.x))
-    # From the gradient itself, not from its 8-bit copy, and never in squares: square blocks on
-    # gradients made training diverge (DeepSeek-V3, appendix B.2).
-    grad_t = quantize(_tokens_in_one_dim(grad_rows).mT, format=ACTIVATION)
     x_t = requantize_transposed(_quantized_tokens_in_one_dim(x_q))
     grad_w = fp8_matmul(x_t, grad_t, out_dtype=jnp.float32)
     grad_x = grad_x.reshape(*grad.shape[:-1], x_q.columns)
@@ -138,6 +169,28 @@ def _fp8_backward(
 
 
 _fp8_product.defvjp(_fp8_forward, _fp8_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnames=("dtypes",))
+def _fp8_product_of(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"], w_q: Quantized, dtypes: _Dtypes
+) -> Float[Array, "*batch n"]:
+    return _forward_of(x, w_q, dtypes)[0]
+
+
+def _fp8_of_forward(
+    x: Float[Array, "*batch k"], w: Float[Array, "k n"], w_q: Quantized, dtypes: _Dtypes
+) -> tuple[Float[Array, "*batch n"], tuple[Quantized, Quantized]]:
+    return _forward_of(x, w_q, dtypes)
+
+
+def _fp8_of_backward(
+    dtypes: _Dtypes, saved: tuple[Quantized, Quantized], grad: Float[Array, "*batch n"]
+) -> tuple[Float[Array, "*batch k"], Float[Array, "k n"], None]:
+    return *_fp8_backward(dtypes, saved, grad), None
+
+
+_fp8_product_of.defvjp(_fp8_of_forward, _fp8_of_backward)
 
 
 def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:

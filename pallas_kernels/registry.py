@@ -2,7 +2,9 @@
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -105,6 +107,9 @@ class KernelOp[CaseT: Case]:
     def choose(self, case: CaseT, *, backend: str | None = None) -> Backend[CaseT]:
         """Return the backend that serves `case`; each reason for passing one over is logged once.
 
+        While `replacing` is entered, its rule for this op may put another in its place, unless
+        `backend` names one.
+
         Raises:
             KernelError: if `backend` names one that refuses the case; the reason is in the text.
         """
@@ -114,6 +119,11 @@ class KernelOp[CaseT: Case]:
             if reason is not None:
                 raise KernelError(f"{self.name}: backend {backend!r} refuses: {reason}")
             return asked
+        found = self._first(case)
+        rule = _RULES.get().get(self.name)
+        return found if rule is None else rule(self, found, case)
+
+    def _first(self, case: CaseT) -> Backend[CaseT]:
         for candidate in self.all_backends:
             reason = candidate.refuses(case)
             if reason is None:
@@ -140,6 +150,30 @@ class KernelOp[CaseT: Case]:
                 )
             )
         return tuple(rows)
+
+
+# What a backend is replaced with: the op, the one that was chosen, the case.
+Rule = Callable[[KernelOp[Any], Backend[Any], Any], Backend[Any]]
+_RULES: ContextVar[Mapping[str, Rule]] = ContextVar("rules", default={})  # noqa: B039
+
+
+@contextmanager
+def replacing(rules: Mapping[str, Rule]) -> Iterator[None]:
+    """While entered, programs that are traced in this thread take what the rules say.
+
+    Args:
+        rules: by name of an op.
+
+    Raises:
+        KernelError: there is no such op.
+    """
+    for name in rules:
+        find_op(name)
+    token = _RULES.set(rules)
+    try:
+        yield
+    finally:
+        _RULES.reset(token)
 
 
 @lru_cache(maxsize=1024)

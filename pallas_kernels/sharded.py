@@ -34,10 +34,10 @@ def refuses_mesh() -> str | None:
 
     Manual, automatic and explicit axes are served, also side by side.
     """
+    if is_local():
+        return None
     mesh = jax.sharding.get_abstract_mesh()
     manual = axes_of_kind(mesh, AxisType.Manual)
-    if mesh.size == math.prod(mesh.shape[axis] for axis in manual):
-        return None
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):
         return (
             f"the mesh {dict(mesh.shape)} is split by the GSPMD partitioner, and opaque calls have "
@@ -50,6 +50,13 @@ def refuses_mesh() -> str | None:
             "JAX needs to split an opaque call. Trace inside `with jax.set_mesh(mesh):`."
         )
     return None
+
+
+def is_local() -> bool:
+    """Whether arrays are what one device has: the mesh in force is manual, or of one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = axes_of_kind(mesh, AxisType.Manual)
+    return mesh.size == math.prod(mesh.shape[axis] for axis in manual)
 
 
 @dataclass(frozen=True)

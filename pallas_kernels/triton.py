@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType
 from typing import Any
 
 from pallas_kernels import mosaic
@@ -44,14 +45,23 @@ def missing() -> str | None:
     return None
 
 
-def call(source: Callable[..., None], *arrays: Any, hardware: Hardware, **options: Any) -> Any:
+def call(
+    source: Callable[..., None],
+    *arrays: Any,
+    hardware: Hardware,
+    uses: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
     """Call the kernel `source` on `arrays` with the options of `jax_triton.triton_call`.
 
     `source` finds Triton's language under the name `tl` of its module, which is set here.
+
+    Args:
+        uses: functions of its module that it calls, by name; from here on Triton's.
     """
     return importlib.import_module("jax_triton").triton_call(
         *arrays,
-        kernel=_compiled(source),
+        kernel=_compiled(source, uses),
         name=inspect.unwrap(source).__name__,
         # Stated, it spares the lowering a look at a device, which may be absent.
         compute_capability=int(hardware.architecture.removeprefix("sm")),
@@ -60,9 +70,13 @@ def call(source: Callable[..., None], *arrays: Any, hardware: Hardware, **option
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: Callable[..., None]) -> Any:
+def _compiled(source: Callable[..., Any], uses: tuple[str, ...]) -> Any:
     """A kernel as Triton takes it."""
     # A test's type checks may be wrapped around it.
     kernel = inspect.unwrap(source)
-    kernel.__globals__["tl"] = importlib.import_module("triton.language")
+    names = kernel.__globals__
+    names["tl"] = importlib.import_module("triton.language")
+    for name in uses:
+        if isinstance(names[name], FunctionType):
+            names[name] = _compiled(names[name], ())
     return importlib.import_module("triton").jit(kernel)

@@ -198,7 +198,7 @@ def _dequantized(rows: Quantized, w: Quantized) -> tuple[jax.Array, jax.Array]:
 def problem(sizes: Sizes) -> Problem:
     """Both precisions, and torch's kernels."""
     layout = make_layout(sizes)
-    operands = make_operands(sizes, len(layout.source))
+    operands = make_operands(sizes, layout.num_aligned)
     parts: list[Part] = []
     for precision in PRECISIONS:
         name, work = OURS[precision], work_of(sizes, precision)
@@ -232,7 +232,7 @@ def tune(
     """Yield a record for each tile at `sizes`, and the table with the fastest so far."""
     _, n, k, num_groups = sizes
     layout = make_layout(sizes)
-    operands = make_operands(sizes, len(layout.source))
+    operands = make_operands(sizes, layout.num_aligned)
     for precision in PRECISIONS:
         op, key = f"grouped_{precision}", f"g{num_groups}_n{n}_k{k}"
         tiles = tiles_to_try(precision)

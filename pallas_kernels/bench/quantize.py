@@ -11,16 +11,16 @@ import numpy as np
 from pallas_kernels import hardware
 from pallas_kernels.accuracy import Difference, difference
 from pallas_kernels.bench.measure import Check, Part, Problem, Work
-from pallas_kernels.bench.timing import Candidate, compiled_candidate, untimed
+from pallas_kernels.bench.timing import compiled_candidate, untimed
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Format, Quantized
-from pallas_kernels.quantize import quantize, requantize_transposed
-from pallas_kernels.quantize.cases import BENCH_SHAPES, QuantizeCase, bytes_moved
+from pallas_kernels.quantize import OP, quantize, quantize_both, requantize_transposed
+from pallas_kernels.quantize.cases import BENCH_SHAPES, QuantizeCase, Way, bytes_moved
 
 # Rows, columns.
 Sizes = tuple[int, int]
 SIZES: tuple[Sizes, ...] = BENCH_SHAPES
-FORMATS: dict[str, Format] = {"xla_1x128": ACTIVATION, "xla_128x128": WEIGHT}
-TRANSPOSED = "xla_transposed_1x128"
+PLAIN: dict[str, Format] = {"1x128": ACTIVATION, "128x128": WEIGHT}
+BOTH, TRANSPOSED = "both_1x128", "transposed_1x128"
 CHECKED_ROWS = 128
 # Inputs rotate through more memory than any L2 holds.
 ROTATION_BYTES = 200_000_000
@@ -42,42 +42,34 @@ def named(sizes: Sizes) -> dict[str, int]:
     return dict(zip("MK", sizes, strict=True))
 
 
-def work_of(sizes: Sizes, format: Format) -> Work:
-    """Bytes of one pass over a bfloat16 input."""
-    case = QuantizeCase(*sizes, format=format, hardware=hardware.current())
+def work_of(case: QuantizeCase) -> Work:
+    """Bytes of one pass over the input of a case, and of what comes of it."""
     return Work(0, bytes_moved(case), "none")
 
 
-def transposed_work(sizes: Sizes) -> Work:
-    """Bytes of one pass from 1x128 tiles to 1x128 tiles of the transpose."""
-    rows, columns = sizes
-    there, back = ACTIVATION.padded((rows, columns)), ACTIVATION.padded((columns, rows))
-    elements = there[0] * there[1] + back[0] * back[1]
-    return Work(0, elements + 4 * elements // 128, "none")
-
-
 def problem(sizes: Sizes) -> Problem:
-    """Both formats of the recipe, and the fused transpose for the weight gradient."""
+    """Both formats of the recipe, a gradient both ways, and the transpose for its weights."""
     keys = [jax.random.key(seed) for seed in range(num_sets(sizes))]
     make = untimed(lambda key: jax.random.normal(key, sizes, jnp.bfloat16))
     inputs = [(jax.block_until_ready(make(key)),) for key in keys]
     tiles = untimed(partial(quantize, format=ACTIVATION))
     quantised = [(jax.block_until_ready(tiles(x)),) for (x,) in inputs]
+    parts: list[Part] = []
 
-    def build(name: str, format: Format) -> Candidate:
-        return compiled_candidate(name, partial(quantize, format=format), inputs)
+    def add(name: str, case: QuantizeCase, run: Callable[..., Any], operands: Any) -> None:
+        for backend in OP.all_backends:
+            if backend.refuses(case) is None:
+                full, timed = f"{backend.name}_{name}", partial(run, backend=backend.name)
+                build = partial(compiled_candidate, full, timed, operands)
+                parts.append(Part(full, work_of(case), build))
 
-    parts = [
-        Part(name, work_of(sizes, format), partial(build, name, format))
-        for name, format in FORMATS.items()
-    ]
-    parts.append(
-        Part(
-            TRANSPOSED,
-            transposed_work(sizes),
-            lambda: compiled_candidate(TRANSPOSED, requantize_transposed, quantised),
-        )
-    )
+    def case_of(format: Format, way: Way) -> QuantizeCase:
+        return QuantizeCase(*sizes, format=format, hardware=hardware.current(), way=way)
+
+    for name, format in PLAIN.items():
+        add(name, case_of(format, "plain"), partial(quantize, format=format), inputs)
+    add(BOTH, case_of(ACTIVATION, "both"), partial(quantize_both, format=ACTIVATION), inputs)
+    add(TRANSPOSED, case_of(ACTIVATION, "transposed"), requantize_transposed, quantised)
     return Problem("quantize", named(sizes), parts, partial(_checker, inputs[0][0]))
 
 
@@ -89,7 +81,10 @@ def _checker(x: jax.Array) -> Check:
     back: Callable[[Quantized], jax.Array] = untimed(lambda q: q.dequantize()[few])
 
     def check(name: str, result: Any) -> Difference:
-        right = columns if name == TRANSPOSED else expected
+        if name.endswith(BOTH):
+            pairs = zip(result, (expected, columns), strict=True)
+            return max(difference(np.asarray(back(q)), right) for q, right in pairs)
+        right = columns if name.endswith(TRANSPOSED) else expected
         return difference(np.asarray(back(result)), right)
 
     return check

@@ -7,8 +7,9 @@ from pallas_kernels.formats import round_up
 from pallas_kernels.hardware import Hardware
 
 DType = Literal["bfloat16", "float16", "float32"]
-# "runs": in each row every segment is one run, in rising order, and padding is last.
-Segments = Literal["none", "runs", "any"]
+# "runs": in each row every segment is one run, in rising order, and padding is last. "checked": so
+# it is, and who calls has made sure of it.
+Segments = Literal["none", "runs", "checked", "any"]
 
 # (H, V) that cuDNN multiplies as they are although V is narrower.
 NATIVE_NARROW: frozenset[tuple[int, int]] = frozenset({(192, 128)})
@@ -38,13 +39,18 @@ class AttentionCase:
     max_segments: int = 1
 
     @property
+    def in_runs(self) -> bool:
+        """True where documents are found by offsets, checked or not."""
+        return self.segments in ("runs", "checked")
+
+    @property
     def kernel_dims(self) -> tuple[int, int]:
         """(H, V) after padding for cuDNN.
 
         Runs are found by one offset for keys and values, so these must be equally wide there.
         """
         h, v = round_up(self.head_dim, HEAD_ALIGN), round_up(self.value_dim, HEAD_ALIGN)
-        by_offset = self.segments == "runs" and self.max_segments > 1
+        by_offset = self.in_runs and self.max_segments > 1
         if not by_offset and (h, v) in NATIVE_NARROW:
             return h, v
         return max(h, v), max(h, v)

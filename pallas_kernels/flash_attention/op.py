@@ -4,7 +4,8 @@ Contract: query t of a row sees key s of the same row where both are of one segm
 if causal, s <= t (also where T and S differ: positions count from the start of the row). Segment
 0 is padding: it sees nothing, is seen by nothing, and its outputs and gradients are exact zeros,
 as for every query that sees no key. Softmax is float32. A non-finite value in one document never
-reaches another document of its row; those who see it get NaN. Every size is legal.
+reaches another document of its row, unless the caller has checked the rows himself; those who see
+it get NaN. Every size is legal.
 """
 
 from typing import Literal
@@ -34,7 +35,7 @@ def flash_attention(
     kv_segment_ids: Int[Array, "zB zS"] | None = None,
     causal: bool,
     scale: float,
-    packed: Literal["any", "runs"] = "any",
+    packed: Literal["any", "runs", "checked"] = "any",
     max_segments: int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B T N V"]:
@@ -48,6 +49,8 @@ def flash_attention(
         packed: "runs" promises that in each row a document is one run of tokens, ids rise, and
             padding is last, as a packing loader leaves them. Needed by cuDNN. A device whose
             rows break the promise takes the XLA path for that call: slower, never wrong.
+            "checked": the caller has made sure, also of max_segments; the device does not look,
+            and what is not finite may reach other documents of its row.
         max_segments: documents in a row up to which cuDNN is used; memory for the softmax's
             statistics grows with it. None = one for every 128 tokens, from 8 to 64.
         backend: the backend to use; None = the fastest that serves the case.
@@ -60,8 +63,7 @@ def flash_attention(
     if segment_ids is None:
         segments, num_segments = "none", 1
     else:
-        by_run = packed == "runs" and kv_segment_ids is None
-        segments = "runs" if by_run else "any"
+        segments = packed if kv_segment_ids is None else "any"
         num_segments = default_max_segments(q.shape[1]) if max_segments is None else max_segments
     if num_segments < 1:
         raise ValueError(f"max_segments={max_segments} must be at least 1, or None.")

@@ -17,7 +17,7 @@ from pallas_kernels import hardware
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Format, Quantized
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
 from pallas_kernels.grouped_matmul.cases import GroupedCase, Precision, make_case
-from pallas_kernels.grouped_matmul.layout import GroupLayout, align
+from pallas_kernels.grouped_matmul.layout import GroupLayout, align, stay
 from pallas_kernels.quantize import quantize
 from pallas_kernels.registry import Backend, KernelOp
 from pallas_kernels.sharded import vary, varying_axes
@@ -33,10 +33,15 @@ def grouped_matmul(
     *,
     group_sizes: Int[Array, " num_groups"],
     precision: Precision,
+    in_tiles: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "rows n"]:
     """Return each row times the matrix of its group, in the dtype of `x`; differentiable.
 
+    Args:
+        in_tiles: every group's rows, and all rows, are a multiple of 128. Then no row is moved,
+            and the results and gradients of rows behind the last group are not defined: they may
+            be NaN. What such rows hold is not read.
     Raises:
         ValueError: if the sizes of the operands do not fit each other.
         KernelError: if `backend` refuses the case.
@@ -46,6 +51,8 @@ def grouped_matmul(
             f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit: "
             "w must be [G, K, N] with the K of x and group_sizes [G]."
         )
+    if in_tiles and len(x) % BLOCK:
+        raise ValueError(f"{len(x)} rows are no whole tiles of {BLOCK}: they cannot be in_tiles.")
     case = GroupedCase(
         m=x.shape[0],
         n=w.shape[2],
@@ -55,7 +62,7 @@ def grouped_matmul(
         hardware=hardware.current(),
         out_dtype="bfloat16" if x.dtype == jnp.bfloat16 else "float32",
     )
-    static = _Static(case, OP.choose(case, backend=backend).name)
+    static = _Static(case, OP.choose(case, backend=backend).name, in_tiles)
     axes = varying_axes(x, w, group_sizes)
     return _grouped(*(vary(operand, axes) for operand in (x, w, group_sizes)), static)
 
@@ -115,6 +122,7 @@ class _Static:
 
     case: GroupedCase
     backend: str
+    in_tiles: bool
 
     @property
     def tile_rows(self) -> int:
@@ -124,7 +132,8 @@ class _Static:
         return PLAIN_ROWS if plain and not on_gpu else BLOCK
 
     def layout(self, group_sizes: Array) -> GroupLayout:
-        return align(group_sizes, num_rows=self.case.m, tile_rows=self.tile_rows)
+        make = stay if self.in_tiles else align
+        return make(group_sizes, num_rows=self.case.m, tile_rows=self.tile_rows)
 
     def rows(
         self, x: Array, w: Array, layout: GroupLayout, *, transposed: bool = False

@@ -1,5 +1,12 @@
 """Block-scaled 8-bit floating point: quantise, dequantise, and requantise for the gradient."""
 
-from pallas_kernels.quantize.op import OP, quantize, requantize_transposed, rounded
+from pallas_kernels.quantize.cases import SCOPE
+from pallas_kernels.quantize.op import (
+    OP,
+    quantize,
+    quantize_both,
+    requantize_transposed,
+    rounded,
+)
 
-__all__ = ["OP", "quantize", "requantize_transposed", "rounded"]
+__all__ = ["OP", "SCOPE", "quantize", "quantize_both", "requantize_transposed", "rounded"]

@@ -1,19 +1,26 @@
 """Shapes on which every backend of quantise is tested and timed."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Element, Format, ScaleKind
 from pallas_kernels.hardware import Hardware
 
+# What rounds is under this name in a program.
+SCOPE = "quantize"
+# What comes of a matrix: itself; itself and its transpose; of one in 8-bit, its transpose.
+Way = Literal["plain", "both", "transposed"]
+
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """Quantising a [rows, columns] matrix into `format`."""
+    """Quantising a [rows, columns] matrix into `format`, and its transpose by the `way`."""
 
     rows: int
     columns: int
     format: Format
     hardware: Hardware
+    way: Way = "plain"
 
     @property
     def padded_flop_ratio(self) -> float:
@@ -54,7 +61,21 @@ BENCH_SHAPES: tuple[tuple[int, int], ...] = ((4096, 7168), (4001, 2048), (64, 71
 
 
 def bytes_moved(case: QuantizeCase, *, input_bytes: int = 2) -> int:
-    """Bytes a quantiser must move: read the input once, write elements and scales."""
-    rows, columns = case.format.padded((case.rows, case.columns))
-    scales = rows * columns // (case.format.block[0] * case.format.block[1])
-    return case.rows * case.columns * input_bytes + rows * columns + 4 * scales
+    """Bytes a quantiser must move: read the input once, write elements and scales.
+
+    Args:
+        input_bytes: of an element that is not quantised yet.
+    """
+    plain = _stored_bytes(case.rows, case.columns, case.format)
+    if case.way == "plain":
+        return case.rows * case.columns * input_bytes + plain
+    turned = _stored_bytes(case.columns, case.rows, case.format)
+    if case.way == "transposed":
+        return plain + turned
+    return case.rows * case.columns * input_bytes + plain + turned
+
+
+def _stored_bytes(rows: int, columns: int, format: Format) -> int:
+    padded_rows, padded_columns = format.padded((rows, columns))
+    elements = padded_rows * padded_columns
+    return elements + 4 * elements // (format.block[0] * format.block[1])

@@ -1,20 +1,22 @@
 """Quantise: a matrix into block-scaled 8-bit floating point, and back.
 
-Contract: `quantize` and `rounded` accept any shape, empty ones too. Zero, tiny, huge, subnormal
-and partial blocks give finite elements and finite positive scales; NaN and infinity come out as
-NaN, alone.
+Contract: every shape is accepted, empty ones too. Zero, tiny, huge, subnormal and partial blocks
+give finite elements and finite positive scales; NaN and infinity come out as NaN, alone. Backends
+round a quotient their own way: where it lies between two elements, either may be taken.
 """
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import hardware
+from pallas_kernels import hardware, sharded
 from pallas_kernels.formats import BLOCK, Format, FormatError, Quantized, check_quantized
-from pallas_kernels.quantize import reference
-from pallas_kernels.quantize.cases import QuantizeCase, make_case
+from pallas_kernels.quantize import jax_triton, reference
+from pallas_kernels.quantize.cases import SCOPE, QuantizeCase, make_case
 from pallas_kernels.registry import Backend, KernelOp
 
 
@@ -29,8 +31,10 @@ def quantize(
         KernelError: if `backend` refuses the case.
     """
     rows, columns = x.shape[-2:]
+    if format.block[0] == 1:
+        rows = math.prod(x.shape[:-1])
     case = QuantizeCase(rows=rows, columns=columns, format=format, hardware=hardware.current())
-    return OP.choose(case, backend=backend).run(jax.lax.stop_gradient(x), format=format)
+    return OP.choose(case, backend=backend).run(jax.lax.stop_gradient(x), case=case)
 
 
 def rounded(
@@ -62,19 +66,70 @@ def _rounded_backward(
 _rounded.defvjp(_rounded_forward, _rounded_backward)
 
 
-def requantize_transposed(q: Quantized) -> Quantized:
+def quantize_both(
+    x: Float[Array, "*batch n"], *, format: Format, backend: str | None = None
+) -> tuple[Quantized, Quantized]:
+    """Return `x`, and its transpose [n, tokens], in tiles of 1x128: a gradient for both products.
+
+    Args:
+        x: at least one dim of tokens; they are one dim of the transpose.
+        backend: the backend to use; None = the fastest that serves the case.
+    Raises:
+        FormatError: if `format` is not in tiles of 1x128.
+        KernelError: if `backend` refuses the case.
+    """
+    check_row_tiles(format)
+    *batch, columns = x.shape
+    tokens = x.reshape(math.prod(batch), columns)
+    case = QuantizeCase(*tokens.shape, format=format, hardware=hardware.current(), way="both")
+    run = OP.choose(case, backend=backend).run
+    plain, turned = run(jax.lax.stop_gradient(tokens), case=case)
+    if len(batch) == 1:
+        return plain, turned
+    if not sharded.is_local():
+        # Tokens in one dim would be gathered where more than the first dim is sharded.
+        return quantize(x, format=format, backend=backend), turned
+    values, scales = (part.reshape(*batch, part.shape[-1]) for part in (plain.values, plain.scales))
+    return replace(plain, values=values, scales=scales, rows=batch[-1]), turned
+
+
+def requantize_transposed(q: Quantized, *, backend: str | None = None) -> Quantized:
     """Return the transpose of a 1x128 matrix, again in tiles of 1x128: the operand of wgrad.
 
     The weight gradient sums over tokens, so its tiles must run along tokens (DeepSeek-V3, section
-    3.3.2: 1x128 becomes 128x1). One fused pass: the full-precision matrix is never stored.
+    3.3.2: 1x128 becomes 128x1).
 
+    Args:
+        q: one matrix, no stack.
+        backend: the backend to use; None = the fastest that serves the case.
     Raises:
         FormatError: if `q` is not in tiles of 1x128.
+        KernelError: if `backend` refuses the case.
     """
     check_quantized("q", q)
-    if q.format.block != (1, BLOCK):
-        raise FormatError(f"requantising for wgrad needs 1x128 tiles, got {q.format}.")
-    return quantize(q.dequantize(jnp.float32).mT, format=q.format)
+    check_row_tiles(q.format)
+    sizes = {"rows": q.rows, "columns": q.columns, "format": q.format}
+    case = QuantizeCase(**sizes, hardware=hardware.current(), way="transposed")
+    return OP.choose(case, backend=backend).run(q, case=case)
+
+
+def check_row_tiles(format: Format) -> None:
+    """Raise FormatError unless `format` is in tiles of 1x128."""
+    if format.block != (1, BLOCK):
+        raise FormatError(f"a transpose needs 1x{BLOCK} tiles on both sides, got {format}.")
+
+
+@jax.named_scope(SCOPE)
+def _by_reference(
+    x: Float[Array, "*stack rows columns"] | Quantized, *, case: QuantizeCase
+) -> Quantized | tuple[Quantized, Quantized]:
+    """What the case asks for, as XLA compiles the reference."""
+    if isinstance(x, Quantized):
+        return reference.quantize(x.dequantize(jnp.float32).mT, format=case.format)
+    plain = reference.quantize(x, format=case.format)
+    if case.way == "plain":
+        return plain
+    return plain, reference.quantize(x.mT, format=case.format)
 
 
 def _serves_everything(case: QuantizeCase) -> None:
@@ -84,7 +139,9 @@ def _serves_everything(case: QuantizeCase) -> None:
 OP: KernelOp[QuantizeCase] = KernelOp(
     name="quantize",
     reference=reference.quantize,
-    # Bound by memory: XLA's one fused pass is the fast path, so the reference is the backend.
-    backends=(Backend(name="xla", refuses=_serves_everything, run=reference.quantize),),
+    backends=(
+        Backend(name="jax_triton", refuses=jax_triton.refuses, run=jax_triton.run),
+        Backend(name="xla", refuses=_serves_everything, run=_by_reference),
+    ),
     make_case=make_case,
 )

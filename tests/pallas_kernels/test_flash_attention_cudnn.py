@@ -102,6 +102,17 @@ def test_rows_that_keep_the_promise_do_use_the_kernel(monkeypatch):
     assert not any(jnp.isfinite(x).all() for x in found)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["grouped", "latent"])
+def test_rows_that_the_caller_has_checked_take_the_kernel_and_nothing_else(sizes):
+    ids = make_segments(2, 24, layout="runs").at[1, 15:].set(0)
+    operands = make_operands(sizes, "bfloat16")
+    given = {"packed": "checked", "max_segments": 8}
+    check(*run_both(operands, ids, **given), "bfloat16")
+    settings = {"causal": True, "backend": "cudnn", **given}
+    text = str(jax.make_jaxpr(lambda *x: with_gradients(*x, None, **settings))(*operands, ids))
+    assert "cond[" not in text, "nothing is decided on the device"
+
+
 def test_a_value_that_is_not_finite_stays_in_its_document():
     ids = make_segments(2, 24, layout="runs")
     q, k, v, grad = make_operands(SIZES, "bfloat16")

@@ -105,6 +105,39 @@ def test_every_group_starts_at_a_tile_and_every_row_comes_back(sizes, tile_rows)
     assert not back[sum(sizes) :].any()
 
 
+@pytest.mark.parametrize("precision", LIMIT)
+def test_rows_in_whole_tiles_are_multiplied_where_they_stand(precision):
+    sizes, rng = np.asarray([128, 0, 256, 0, 0], np.int32), np.random.default_rng(3)
+    used, rows = int(sizes.sum()), 640
+    x, grad = rng.standard_normal((2, rows, 40)).astype(np.float32)
+    w = rng.standard_normal((len(sizes), 40, 40)).astype(np.float32)
+    x[used:] = grad[used:] = np.nan
+
+    def run(x, w, grad, **options):
+        sized = {"group_sizes": jnp.asarray(sizes), "precision": precision, **options}
+        out, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, **sized), x, w)
+        return out, *pull(grad)
+
+    there = jax.jit(partial(run, in_tiles=True))
+    moved = jax.jit(run)(x, w, grad)
+    for ours, theirs, is_rows in zip(there(x, w, grad), moved, (True, True, False), strict=True):
+        end = used if is_rows else len(sizes)
+        assert np.isfinite(ours[:end]).all()
+        assert difference(np.asarray(ours[:end]), np.asarray(theirs[:end])).total <= 1e-9
+    # Small arrays of numbers of tiles are looked up; rows are not.
+    gathers = [line for line in there.lower(x, w, grad).as_text().splitlines() if "gather" in line]
+    assert not any("x40x" in line for line in gathers)
+
+
+def test_rows_that_are_no_whole_tiles_cannot_stay():
+    sizes = jnp.asarray([128, 2], jnp.int32)
+    with pytest.raises(ValueError, match="130 rows are no whole tiles of 128"):
+        grouped_matmul(
+            jnp.ones((130, 8)), jnp.ones((2, 8, 8)), group_sizes=sizes, precision="float32",
+            in_tiles=True,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("precision", "room"), [("float32", 6), ("float32", 130), ("bfloat16", 6), ("fp8", 6)]
 )

@@ -1,8 +1,4 @@
-"""The Triton kernels without a GPU: refusals, machine code at odd sizes, numbers by interpreter.
-
-Triton's own interpreter runs the kernels' source with numpy. It has no product of bfloat16 and
-truncates where hardware rounds; the stand-ins below supply both. Nothing here runs on a device.
-"""
+"""The Triton kernels without a GPU: refusals, machine code at odd sizes, numbers by interpreter."""
 
 import importlib
 import json
@@ -17,20 +13,23 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels import deviceless, fp8_matmul, hardware, mla_decode, mosaic, triton
+from pallas_kernels import quantize as quantize_op
 from pallas_kernels.accuracy import TOLERANCES, Difference, difference
 from pallas_kernels.formats import ACTIVATION, WEIGHT
 from pallas_kernels.fp8_matmul import jax_triton as product_file
 from pallas_kernels.fp8_matmul.cases import make_case as product_case
 from pallas_kernels.mla_decode import jax_triton as decode_file
 from pallas_kernels.mla_decode.cases import make_case as decode_case
-from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize import jax_triton as quantize_file
+from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
+from pallas_kernels.quantize.cases import QuantizeCase
 from tests.pallas_kernels.latent_cache import by_numpy, make_batch
 from tests.pallas_kernels.operands import exact_product, varied
+from tests.pallas_kernels.triton_interpreter import complete_interpreter, interpreted_call
 
 MISSING = triton.missing()
 SLOW = pytest.mark.slow
@@ -42,6 +41,7 @@ MLA = {"latent": 512, "sm_scale": 0.1352}
 CASES = {
     product_file: product_case(13, 16, 200, hardware=hardware.find("NVIDIA H200")),
     decode_file: decode_case(2, 16, 128, hardware=hardware.find("NVIDIA A100")),
+    quantize_file: QuantizeCase(130, 16, ACTIVATION, hardware.find("NVIDIA H200")),
 }
 
 
@@ -57,6 +57,12 @@ CASES = {
         (decode_file, {"latent": 48}, "latent=48"),
         (decode_file, {"rope": 0}, "rope=0"),
         (decode_file, {"page": 24}, "page=24"),
+        (quantize_file, {"hardware": hardware.find("cpu")}, "NVIDIA GPUs"),
+        (quantize_file, {"hardware": hardware.find("NVIDIA A100")}, "8-bit floats"),
+        (quantize_file, {"format": WEIGHT}, "1x128"),
+        (quantize_file, {"format": replace(ACTIVATION, scale="power_of_two")}, "power_of_two"),
+        (quantize_file, {"rows": 127}, "few"),
+        (quantize_file, {"columns": 0}, "fills no block"),
     ],
 )
 def test_what_a_kernel_does_not_serve_is_refused_with_the_reason(file, changes, words):
@@ -93,6 +99,7 @@ def test_what_the_hopper_kernels_refuse_is_served():
     assert fp8_matmul.OP.choose(mixed).name == "jax_triton"
     assert mla_decode.OP.choose(CASES[decode_file]).name == "jax_triton"
     assert mla_decode.OP.choose(replace(CASES[decode_file], cache_dtype="uint8")).name == "xla"
+    assert quantize_op.OP.choose(CASES[quantize_file]).name == "jax_triton"
 
 
 # ---- numbers, by Triton's interpreter in a process of its own ----
@@ -114,79 +121,12 @@ DECODES = {
 }
 
 
-class HostTensor:
-    """A numpy array with the methods of a tensor that the interpreter calls; no copies."""
-
-    def __init__(self, array):
-        self.array, self.dtype = array, array.dtype
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def new_empty(self, *_, **__):
-        return HostTensor(self.array)
-
-    def set_(self, storage, *_):
-        self.array = storage.array
-
-    def copy_(self, other):
-        assert other.array is self.array
-
-    untyped_storage = cpu = lambda self: self
-    storage_offset = size = stride = lambda self: 0
-
-
-class Scalars(np.ndarray):
-    """Arrays of one element that are numbers, as the interpreter expects of numpy."""
-
-    def __int__(self):
-        return int(self.item())
-
-
-def complete_interpreter(interpreter, tl):
-    """Give the interpreter products of bfloat16 and casts to it that round as hardware does."""
-    check_handle = interpreter.TensorHandle.__post_init__
-    dot, cast = interpreter.InterpreterBuilder.create_dot, interpreter.InterpreterBuilder.cast_impl
-
-    def handle_of_scalars(self):
-        self.data = np.asarray(self.data).view(Scalars)
-        check_handle(self)
-
-    def widened(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        values = np.asarray(x.data).view(ml_dtypes.bfloat16).astype(np.float32)
-        return interpreter.TensorHandle(values, tl.float32)
-
-    def rounding_cast(self, x, target):
-        if (x.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, x, target)
-        rounded = np.asarray(x.data).astype(ml_dtypes.bfloat16).view(np.uint16)
-        return interpreter.TensorHandle(rounded, tl.bfloat16)
-
-    interpreter.TensorHandle.__post_init__ = handle_of_scalars
-    builder = interpreter.InterpreterBuilder
-    builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-    builder.create_fp_trunc = builder.cast_impl = rounding_cast
-
-
-def interpreted_call(*arrays, kernel, out_shape, grid, **options):
-    """Stand in for `triton_call`; results start as bytes of ones, which are NaN."""
-    for name in ("name", "num_warps", "num_stages", "compute_capability"):
-        del options[name]
-    shapes, tree = jax.tree.flatten(out_shape)
-
-    def on_host(*arrays):
-        results = [np.empty(shape.shape, shape.dtype) for shape in shapes]
-        for result in results:
-            result.view(np.uint8).fill(0xFF)
-        body = kernel.rewrite()
-        # The rewriting puts quotes around annotations that are strings already.
-        body.__annotations__ = {n: word.strip("'") for n, word in body.__annotations__.items()}
-        kernel[grid](*map(HostTensor, [np.array(a) for a in arrays] + results), **options)
-        return results
-
-    return jax.tree.unflatten(tree, jax.pure_callback(on_host, shapes, *arrays))
+# Rows, columns, input: whole blocks, and edges in both dims.
+QUANTIZED = {
+    "whole blocks": (128, 256, "bfloat16"),
+    "odd edges": (200, 130, "float32"),
+    "one column": (300, 1, "bfloat16"),
+}
 
 
 def write_interpreted():
@@ -209,7 +149,32 @@ def write_interpreted():
             out, lse = by_numpy(batch, **MLA)
             np.testing.assert_allclose(result.lse, lse, rtol=2e-4, atol=1e-5)
             found[name] = difference(np.asarray(result.out, np.float64), out)
+        for name, (rows, columns, dtype) in QUANTIZED.items():
+            found[name] = compare_quantized(rows, columns, dtype)
     sys.stdout.write(json.dumps(found))
+
+
+def compare_quantized(rows, columns, dtype):
+    """How many elements of each result differ from the reference, and the largest step apart."""
+    x = np.array(varied((rows, columns), seed=2), np.float32)
+    x[0, :3] = (np.nan, np.inf, -np.inf)[:columns]
+    x[-1, :] = 0.0
+    x = jnp.asarray(x, dtype)
+    given, ways = quantize(x, format=ACTIVATION, backend="xla"), {}
+    for backend in ("jax_triton", "xla"):
+        plain = quantize(x, format=ACTIVATION, backend=backend)
+        both = quantize_both(x, format=ACTIVATION, backend=backend)
+        again = requantize_transposed(given, backend=backend)
+        ways[backend] = (plain, *both, again)
+    worst = []
+    for ours, theirs in zip(*ways.values(), strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours.scales, theirs.scales, rtol=2**-22)
+        # Elements in order of their value are neighbours in order of their bits.
+        bits = [np.asarray(q.values).view(np.int8).astype(int) for q in (ours, theirs)]
+        apart = np.abs(bits[0] - bits[1])
+        worst.append((float((apart > 0).mean()), float(apart.max()), 0.0))
+    return max(worst)
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +201,16 @@ def test_the_product_s_source_computes_the_product(name, interpreted):
 @pytest.mark.parametrize("name", DECODES)
 def test_the_decode_source_computes_attention(name, interpreted):
     assert interpreted[name].within(TOLERANCES["mla_decode", "bfloat16"]), interpreted[name]
+
+
+@needs_triton
+@SLOW
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_sources_quantise_as_the_reference_does(name, interpreted):
+    share, apart, _ = interpreted[name]
+    # A quotient at the middle between two elements may go either way.
+    assert share <= 1e-3
+    assert apart <= 1
 
 
 # ---- machine code ----
@@ -284,7 +259,8 @@ def assemble(call, path, *, kind="NVIDIA H200"):
 
 
 def product(x, w, *, a_format=ACTIVATION, w_format=WEIGHT, out_dtype=jnp.bfloat16):
-    a, b = quantize(x, format=a_format), quantize(w, format=w_format)
+    # By XLA, so that the product's call is the only one.
+    a, b = (quantize(y, format=f, backend="xla") for y, f in ((x, a_format), (w, w_format)))
     return fp8_matmul.fp8_matmul(a, b, out_dtype=out_dtype, backend="jax_triton")
 
 
@@ -326,6 +302,20 @@ def test_mixed_formats_and_blackwell_have_8_bit_products(kind, options, word, tm
 def test_mapping_over_activations_is_one_call():
     run = lambda x, w: jax.vmap(lambda x: product(x, w))(x)
     assert len(calls_of(run, *operands(9, 16, 200, 3))) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA B200"])
+@pytest.mark.parametrize("shape", [(256, 384), (201, 130)], ids=str)
+def test_quantising_is_one_kernel_each_without_spills(shape, kind, tmp_path):
+    def run(x):
+        plain = quantize(x, format=ACTIVATION)
+        return plain, quantize_both(x, format=ACTIVATION), requantize_transposed(plain)
+
+    calls = calls_of(run, (shape, jnp.bfloat16), kind=kind)
+    assert len(calls) == 3
+    for i, call in enumerate(calls):
+        assert not assemble(call, tmp_path / f"{i}.ptx", kind=kind)
 
 
 def decode_operands(batch, num_queries, num_heads, max_pages):
@@ -395,6 +385,14 @@ def test_sharded_operands_stay_on_their_devices():
     (inner,) = compiled(product, (x, ("data", "tensor")), (w, (None, "tensor")))
     assert "f8e4m3fn[256,1024]" in inner
     assert "f8e4m3fn[2048,1024]" in inner
+    # Results are quantised where their matrix lies. Who takes scales says where they go.
+    both = lambda x: [q.values for q in quantize_both(x, format=ACTIVATION)]
+    (gradient,) = compiled(both, (x, ("data", "tensor")))
+    assert "bf16[256,1024]" in gradient
+    again = lambda x: requantize_transposed(quantize(x, format=ACTIVATION)).values
+    _, transpose = compiled(again, (x, ("data", "tensor")))
+    assert "f8e4m3fn[256,1024]" in transpose
+    assert "f32[8,256]" in transpose
     places = (("data", None, "tensor"), (), ("data",), ("data",))
     (heads,) = compiled(decode, *zip(decode_operands(16, 1, 128, 64), places, strict=True))
     assert "bf16[8,32,576]" in heads

@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels import hardware
 from pallas_kernels.formats import ACTIVATION, WEIGHT
-from pallas_kernels.linear import PRECISIONS, linear
+from pallas_kernels.linear import PRECISIONS, linear, linear_of_quantized
+from pallas_kernels.quantize import quantize
 from tests.pallas_kernels.operands import dequantized, quantized
 
 # Relative error of a result against float64. float32: order of sums. bfloat16: two operands
@@ -91,6 +92,21 @@ def test_fp8_quantises_both_operands_of_the_weight_gradient_along_tokens():
     x_back = dequantized(quantized(x_t, format=ACTIVATION))
     grad_back = dequantized(quantized(np.asarray(grad).T, format=ACTIVATION))
     assert relative_error(grad_w, x_back @ grad_back.T) < 1e-6
+
+
+def test_weights_that_were_quantised_before_give_the_same_bits_and_gradients():
+    x, w, grad = operands(20, 300, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def before(x, w, grad):
+        w_q = quantize(w, format=WEIGHT)
+        out, vjp = jax.vjp(lambda x, w: linear_of_quantized(x, w, w_q), x, w)
+        return out, *vjp(grad)
+
+    found, expected = before(x, w, grad), with_gradients(x, w, grad, precision="fp8")
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones():
