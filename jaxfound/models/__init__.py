@@ -3,7 +3,7 @@
 from jaxfound.models.build import abstract, build, describe
 from jaxfound.models.cache import Cache, empty_cache
 from jaxfound.models.decoder import Decoder
-from jaxfound.models.execution import Execution, check_precision, execution_of
+from jaxfound.models.execution import Execution, execution_of
 
 __all__ = [
     "Cache",
@@ -11,7 +11,6 @@ __all__ = [
     "Execution",
     "abstract",
     "build",
-    "check_precision",
     "describe",
     "empty_cache",
     "execution_of",

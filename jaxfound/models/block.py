@@ -16,6 +16,7 @@ from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.moe import MixtureOfExperts
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
+from jaxfound.models.pages import PagedView, Pages
 from jaxfound.parallelism.stream import from_stream, to_stream
 
 MIXERS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
@@ -30,7 +31,7 @@ class BlockInput(NamedTuple):
         noise: what dropout draws its masks from; None where nothing is dropped.
     """
 
-    view: View | CachedView
+    view: View | CachedView | PagedView
     real: Bool[Array, "B T"]
     noise: Noise | None = None
 
@@ -82,15 +83,44 @@ class Block(nnx.Module):
         mixed, cache = self.mixer.extend(self.mixer_norm(x), cache, row.view)
         return self._feed_forward(x + to_stream(mixed, self.rules), row)[0], cache
 
+    def extend_pages(
+        self, x: Float[Array, "B T D"], pages: Pages, row: BlockInput
+    ) -> tuple[Float[Array, "B T D"], Pages]:
+        """Return the layer's output for T new tokens of each row and the pages that hold them."""
+        mixed, pages = self.mixer.extend_pages(self.mixer_norm(x), pages, row.view)
+        return self._feed_forward(x + to_stream(mixed, self.rules), row)[0], pages
+
     def _feed_forward(
         self, x: Float[Array, "B T D"], row: BlockInput
     ) -> tuple[Float[Array, "B T D"], LoadStats | None]:
         normed = from_stream(self.ffn_norm(x), self.rules)
         if isinstance(self.ffn, MixtureOfExperts):
-            mixed, stats = self.ffn(normed, real=row.real)
+            decoding = decodes(row.view)
+            mixed, stats = self.ffn(normed, real=row.real, decoding=decoding)
             return x + self._drop(mixed, row, "ffn"), stats
         mixed = to_stream(self.ffn(normed), self.rules)
         return x + self._drop(mixed, row, "ffn"), None
 
     def _drop(self, x: Float[Array, "B T D"], row: BlockInput, place: Place) -> jax.Array:
         return drop(x, row.noise, place=place, rate=self.dropout, rules=self.rules)
+
+
+def decodes(view: View | CachedView | PagedView) -> bool:
+    """Return whether a step has so few tokens that reading the weights is what takes the time."""
+    if isinstance(view, PagedView):
+        return view.decoding
+    return isinstance(view, CachedView) and view.positions.shape[1] == 1
+
+
+def layers_apart(blocks: Block) -> list[Block] | None:
+    """Return the layers of blocks whose arrays are tuples of layers' arrays; None of a stack."""
+    graph, state = nnx.split(blocks)
+    flat = [(path, v, v.get_value()) for path, v in nnx.to_flat_state(state)]
+    if not isinstance(flat[0][2], tuple):
+        return None
+
+    def one(number: int) -> Block:
+        layer = [(path, v.replace(value[number])) for path, v, value in flat]
+        return nnx.merge(graph, nnx.from_flat_state(layer))
+
+    return [one(number) for number in range(len(flat[0][2]))]

@@ -11,9 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxfound.config.model import ModelConfig
-from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.config.params import LAYER_DIMS, ParamSpec, ParamTable
 from jaxfound.models.decoder import Decoder
 from jaxfound.models.execution import ONE_DEVICE, Execution
+from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.parameter import Buffer
 from jaxfound.parallelism.pipeline.pipelining import layers_of
 
@@ -84,10 +85,16 @@ class Frame:
         self.execution = execution
         self._graph, state = nnx.split(model)
         self._variables = dict(nnx.to_flat_state(state))
+        # Linear operations by the path of their kernel, shapes in place of arrays.
+        self.linears = {
+            f"{dotted(path)}.kernel": module
+            for path, module in nnx.iter_modules(model)
+            if isinstance(module, Linear)
+        }
         pipelining, num_layers = execution.pipelining, cfg.num_layers - cfg.num_leading_layers
         self.stages = None if pipelining is None else layers_of(pipelining, num_layers)
 
-    def bind(self, *arrays: Mapping[str, jax.Array]) -> Decoder:
+    def bind(self, *arrays: Mapping[str, Leaf]) -> Decoder:
         """Return the model with these arrays; together they cover every path exactly once.
 
         Raises:
@@ -133,6 +140,18 @@ class Frame:
     def num_copies(self) -> int:
         """How often each layer of the main stack is stored."""
         return 1 if self.stages is None else self.stages.places.count(0)
+
+    def layers_of(self, path: str) -> tuple[int, ...] | tuple[None]:
+        """Return the numbers in the model of the layers that are stacked in an array.
+
+        None stands for the only one where there is no stack.
+        """
+        groups = self._grouped(lambda v: (dims_of(v)[0], shape_of(v)[0]))
+        dim, count = {**groups.params, **groups.buffers}[path]
+        if dim not in LAYER_DIMS:
+            return (None,)
+        first = 0 if dim == "leading_layers" else self.cfg.num_leading_layers
+        return tuple(range(first, first + count))
 
     def dims(self) -> "Arrays":
         """Return the logical names of each array's dims."""

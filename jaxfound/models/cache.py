@@ -24,7 +24,17 @@ class LatentCache(NamedTuple):
     rope_key: Float[Array, "*L B S R"]
 
 
-type LayerCache = KeyValueCache | LatentCache
+class HeadCache(NamedTuple):
+    """Keys and values of every head of one MLA layer: what its latents stand for, heads first.
+
+    No command serves from it; it is what MLA's cache is measured beside.
+    """
+
+    keys: Float[Array, "B N S H"]
+    values: Float[Array, "B N S V"]
+
+
+type LayerCache = KeyValueCache | LatentCache | HeadCache
 
 
 class Cache(NamedTuple):

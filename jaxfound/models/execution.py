@@ -1,22 +1,20 @@
 """How a model is executed here: formats, sharding rules, scan and remat; never stored with it."""
 
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxfound.config.params import ParamTable
-from jaxfound.config.precision import Format, PrecisionConfig
-from jaxfound.config.schema import ConfigError
+from jaxfound.config.precision import PrecisionConfig
 from jaxfound.parallelism.axes import TABLE_RULES, ShardingRules
 from jaxfound.parallelism.pipeline.pipelining import Pipelining
 from jaxfound.parallelism.plan import ParallelPlan
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 FLOAT32 = PrecisionConfig(compute="float32")
-KERNEL = ".kernel"
-# Kernels that always compute in their own format, whatever the rules say.
-OWN_FORMAT = frozenset({"head", "router"})
+# How attention keeps the documents of a row apart: as runs that each call looks for on the device,
+# as runs that the loader vouches for, or not at all.
+Documents = Literal["runs", "checked", "joined"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class Execution:
         layers_per_scan_step: layers unrolled in one scan step; 0 = all, no scan.
         remat: name of a recomputation policy (parallelism/remat.py).
         pipelining: the pipeline over the main stack of layers; None for none.
+        documents: how attention keeps the documents of a row apart.
     """
 
     precision: PrecisionConfig = FLOAT32
@@ -36,6 +35,7 @@ class Execution:
     layers_per_scan_step: int = 1
     remat: str = "none"
     pipelining: Pipelining | None = None
+    documents: Documents = "runs"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -47,34 +47,13 @@ class Execution:
         """The same without stages: a model whose layers are all there, once and in order."""
         return replace(self, pipelining=None)
 
-    def format_of(self, path: str) -> Format:
-        """Return the format of the operation at `path`: the first rule that matches it."""
-        for rule in self.precision.rules:
-            if fnmatchcase(path, rule.pattern):
-                return rule.format
-        return self.precision.compute
-
 
 ONE_DEVICE = Execution()
 
 
-def check_precision(precision: PrecisionConfig, table: ParamTable) -> None:
-    """Refuse a precision rule that no linear operation of the model matches.
-
-    Raises:
-        ConfigError: names the pattern and what there is to match.
-    """
-    paths = [s.path.removesuffix(KERNEL) for s in table if s.path.endswith(KERNEL)]
-    linear = [p for p in paths if p.rpartition(".")[2] not in OWN_FORMAT]
-    for rule in precision.rules:
-        if not any(fnmatchcase(path, rule.pattern) for path in linear):
-            raise ConfigError(
-                f"precision.rules: pattern {rule.pattern!r} matches no linear operation of this "
-                f"model, so {rule.format} would be used nowhere. There are: {', '.join(linear)}"
-            )
-
-
-def execution_of(plan: ParallelPlan, precision: PrecisionConfig) -> Execution:
+def execution_of(
+    plan: ParallelPlan, precision: PrecisionConfig, *, documents: Documents = "runs"
+) -> Execution:
     """Return the execution that a plan and a precision policy ask for."""
     return Execution(
         precision=precision,
@@ -82,4 +61,5 @@ def execution_of(plan: ParallelPlan, precision: PrecisionConfig) -> Execution:
         layers_per_scan_step=plan.layers_per_scan_step,
         remat=plan.remat,
         pipelining=None if plan.schedule is None else Pipelining.of(plan.schedule),
+        documents=documents,
     )

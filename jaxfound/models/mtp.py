@@ -23,6 +23,7 @@ from jaxfound.models.layers.dropout import drop
 from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.router import LoadStats
+from jaxfound.models.pages import Pages
 from jaxfound.parallelism.remat import rematerialize
 from jaxfound.parallelism.stream import in_stream
 
@@ -97,11 +98,36 @@ class MtpModule(nnx.Module):
             rate=self.dropout,
             rules=self.execution.rules,
         )
-        joined = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
-        x = in_stream(self.join(joined), self.execution.rules)
+        x = self._joined(hidden, embedded)
 
         def one(x: jax.Array, block: Block) -> tuple[jax.Array, LoadStats | None]:
             return block(x, row)
 
-        x, load = rematerialize(one, self.execution.remat, in_loop=False)(x, self.block)
+        drops_moves = self.execution.rules.cuts_parameters
+        layer = rematerialize(one, self.execution.remat, in_loop=False, drops_moves=drops_moves)
+        x, load = layer(x, self.block)
         return self.final_norm(x), load
+
+    def extend_pages(
+        self,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        pages: Pages,
+        row: BlockInput,
+    ) -> tuple[Float[Array, "B T D"], Pages]:
+        """Return the state of T new tokens of each row, and the pages that hold them.
+
+        Args:
+            hidden: as for a call, of the new tokens.
+            embedded: as for a call, of the new tokens.
+            pages: of all layers.
+            row: the main model's, with the view of this module's layer.
+        """
+        x, pages = self.block.extend_pages(self._joined(hidden, embedded), pages, row)
+        return self.final_norm(x), pages
+
+    def _joined(
+        self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        joined = jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
+        return in_stream(self.join(joined), self.execution.rules)

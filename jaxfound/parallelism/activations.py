@@ -39,15 +39,33 @@ def kept_bytes(layout: Layout) -> Kept:
     Of the others a stage keeps its input alone: `stage_slot_bytes`.
     """
     model, staged = layout.cfg.model, layout.pipeline
-    kept, routed = KEPT[layout.remat], model.ffn == "moe"
-    num_main = model.num_layers - model.num_leading_layers
+    routed, num_leading = model.ffn == "moe", model.num_leading_layers
+    num_main = model.num_layers - num_leading
     if staged is not None:
         num_main = staged.stages.layers_a_chunk
     return Kept(
-        leading=model.num_leading_layers * kept(layout, False),
-        main=num_main * kept(layout, routed),
-        ahead=model.mtp_depth * kept(layout, routed),
+        leading=num_leading * layer_bytes(layout, False, in_a_row=num_leading),
+        main=num_main * layer_bytes(layout, routed, in_a_row=num_main),
+        ahead=model.mtp_depth * layer_bytes(layout, routed, in_a_row=1),
     )
+
+
+def layer_bytes(layout: Layout, routed: bool, *, in_a_row: int) -> int:
+    """Return what one of so many stacked layers keeps."""
+    kept = operands_bytes if is_free(layout, in_a_row=in_a_row) else KEPT[layout.remat]
+    return kept(layout, routed)
+
+
+def is_free(layout: Layout, *, in_a_row: int) -> bool:
+    """Return whether the compiler chooses what so many stacked layers keep, all being allowed.
+
+    It does where no loop goes over them, nothing is gathered and no other tick comes between
+    (`remat.rematerialize`): then it makes again what is made element by element.
+    """
+    step = layout.cfg.parallel.layers_per_scan_step
+    unrolled = step == "all" or step >= in_a_row
+    whole = layout.pipeline is None and not layout.rules.cuts_parameters
+    return layout.remat == "none" and unrolled and whole
 
 
 def stage_slot_bytes(layout: Layout) -> int:
@@ -97,18 +115,15 @@ def weight_grad_bytes(layout: Layout, routed: bool) -> int:
 def expert_grad_bytes(layout: Layout) -> int:
     """Return the bytes from which the gradients of a layer's experts follow without a product.
 
-    Rows of tiles in the worst case: those of inputs and of what the experts make of them, and,
-    with a tile more for each further expert, gradients. Tokens that are exchanged in pieces pass
-    a loop, which cannot be cut: its backward pass makes the gradients themselves, in the format of
-    compute.
+    Rows of tiles in the worst case: those of inputs and of what the experts make of them, and of
+    gradients. Tokens that are exchanged in pieces pass a loop, which cannot be cut: its backward
+    pass makes the gradients themselves, in the format of compute.
     """
     width, here = layout.cfg.model.embed_dim, experts_here(layout)
     hidden = layout.channels("ffn", layout.cfg.model.moe.expert_dim)
     if num_pieces(layout) > 1:
         return here * 3 * width * hidden * layout.compute_bytes
-    rows = tile_rows(layout)
-    padded = rows + (here - 1) * TILE_ROWS
-    return layout.compute_bytes * (rows * (width + hidden) + padded * (width + 2 * hidden))
+    return layout.compute_bytes * tile_rows(layout) * (2 * width + 3 * hidden)
 
 
 def gathered_bytes(layout: Layout) -> int:
@@ -161,51 +176,81 @@ def products_bytes(layout: Layout, routed: bool) -> int:
     return tokens + 2 * stream_bytes(layout, routed)
 
 
+class Arrays(NamedTuple):
+    """How many arrays there are of each kind, a token.
+
+    Attributes:
+        stream_bytes: of the residual stream and its two norms, for each channel.
+        latent_bytes: of a latent and its norm, for each channel.
+        hidden: of a SwiGLU, in the format of compute.
+    """
+
+    stream_bytes: int
+    latent_bytes: int
+    hidden: int
+
+
 def everything_bytes(layout: Layout, routed: bool) -> int:
     """Return the bytes of all that a layer computes and does not only move.
+
+    Of a norm that is two float32 arrays and the result; of a SwiGLU gate, its sigmoid and product,
+    up, and their products.
 
     Args:
         layout: of one micro-batch.
         routed: whether the layer has experts.
     """
-    ffn = routed_bytes if routed else dense_bytes
-    mixer = MIXERS[layout.cfg.model.mixer](layout)
-    model = layout.cfg.model
+    width = layout.compute_bytes
+    found = Arrays(4 * FLOAT32_BYTES + 2 * width, 2 * FLOAT32_BYTES + width, hidden=6)
+    return arrays_bytes(layout, routed, found)
+
+
+def operands_bytes(layout: Layout, routed: bool) -> int:
+    """Return the bytes of what a layer's products and its attention read and write.
+
+    What lies between is made again in the kernels that need it: of a norm its input and its result
+    are kept, of a SwiGLU gate, up and what they make.
+    """
+    width = layout.compute_bytes
+    return arrays_bytes(layout, routed, Arrays(4 * width, 2 * width, hidden=3))
+
+
+def arrays_bytes(layout: Layout, routed: bool, found: Arrays) -> int:
+    """Return the bytes of a layer's arrays."""
+    model, tokens = layout.cfg.model, layout.tokens
     # Of dropout its masks alone, one byte a channel; other policies draw them again.
     masks = 2 if model.dropout else 0
-    residual = model.embed_dim * (4 * FLOAT32_BYTES + 2 * layout.compute_bytes + masks)
-    return layout.stream_tokens * residual + layout.tokens * mixer + ffn(layout)
+    stream = layout.stream_tokens * model.embed_dim * (found.stream_bytes + masks)
+    mixer = latent_bytes(layout, found) if model.mixer == "mla" else grouped_bytes(layout)
+    if routed:
+        return stream + tokens * mixer + routed_bytes(layout, num_hidden=found.hidden)
+    ffn = found.hidden * layout.channels("ffn", model.ffn_dim) * layout.compute_bytes
+    return stream + tokens * (mixer + ffn)
 
 
-def dense_bytes(layout: Layout) -> int:
-    """Return the bytes of a SwiGLU: gate, its sigmoid and product, up, and their products."""
-    width = layout.channels("ffn", layout.cfg.model.ffn_dim)
-    return 6 * width * layout.compute_bytes * layout.tokens
-
-
-def routed_bytes(layout: Layout) -> int:
+def routed_bytes(layout: Layout, *, num_hidden: int) -> int:
     """Return the bytes of a layer's experts and of the shared network beside them.
 
     Tokens that are exchanged in pieces are not kept between them: each piece is computed again.
     """
     model = layout.cfg.model
     moe, width = model.moe, layout.compute_bytes
-    hidden = 6 * layout.channels("ffn", moe.expert_dim) * width
+    hidden = num_hidden * layout.channels("ffn", moe.expert_dim) * width
     scores = 2 * moe.num_experts * FLOAT32_BYTES
     chosen = layout.tokens * moe.top_k * model.embed_dim * width
     pieces = num_pieces(layout)
-    tiles = tile_bytes(layout) if pieces == 1 else 0
+    tiles = tile_bytes(layout, num_hidden=num_hidden) if pieces == 1 else 0
     return tiles + chosen + layout.tokens * (moe.num_shared_experts * hidden + scores)
 
 
-def tile_bytes(layout: Layout) -> int:
+def tile_bytes(layout: Layout, *, num_hidden: int = 6) -> int:
     """Return the bytes of the tiles of one piece: their rows, and what experts make of them.
 
     Shapes are those of the worst case: all tokens of all devices along `expert` go to this one.
     """
     moe, width = layout.cfg.model.moe, layout.compute_bytes
     slots = tile_rows(layout)
-    hidden = 6 * layout.channels("ffn", moe.expert_dim)
+    hidden = num_hidden * layout.channels("ffn", moe.expert_dim)
     exchanged = 2 * piece_choices(layout) if layout.degree("expert") > 1 else 0
     rows = slots + exchanged
     return width * (slots * hidden + rows * layout.cfg.model.embed_dim)
@@ -253,14 +298,14 @@ def grouped_bytes(layout: Layout) -> int:
     return (heads + kv_heads) * gqa.head_dim * pair + statistics_bytes(layout, heads)
 
 
-def latent_bytes(layout: Layout) -> int:
+def latent_bytes(layout: Layout, found: Arrays) -> int:
     """Return the bytes a token of latent attention in its expanded form."""
     model = layout.cfg.model
     mla, heads = model.mla, layout.channels("heads", model.num_heads)
     # Query and output of this device's tokens, key and value of whole rows.
     rows = 1 + layout.degree("context")
     expanded = heads * rows * (mla.qk_head_dim + mla.v_head_dim) * layout.compute_bytes
-    normed = (mla.q_lora_rank + mla.kv_lora_rank) * (2 * FLOAT32_BYTES + layout.compute_bytes)
+    normed = (mla.q_lora_rank + mla.kv_lora_rank) * found.latent_bytes
     return expanded + normed + statistics_bytes(layout, heads)
 
 
@@ -271,11 +316,12 @@ def statistics_bytes(layout: Layout, heads: int) -> int:
 
 def num_segments(layout: Layout) -> int:
     """Return the document slots of a row."""
+    if layout.cfg.train.documents == "joined":
+        return 1
     fitting = layout.cfg.train.seq_len // TOKENS_PER_SEGMENT
     return min(max(fitting, MIN_SEGMENTS), MAX_SEGMENTS)
 
 
-MIXERS: Mapping[str, Callable[[Layout], int]] = {"gqa": grouped_bytes, "mla": latent_bytes}
 # What a layer keeps under each policy of parallelism/remat.py.
 KEPT: Mapping[str, Callable[[Layout, bool], int]] = {
     "none": everything_bytes,

@@ -71,6 +71,11 @@ class ShardingRules:
     activations: Activations = "replicated"
     degrees: tuple[int, ...] = (1,) * len(AXES)
 
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether fsdp cuts parameters, so that each is gathered for its use."""
+        return self.zero_stage >= 3 and self.degrees[AXES.index("fsdp")] > 1
+
     def param_axes(self, dims: Dims, shape: Sequence[int] | None = None) -> Axes:
         """Return the mesh axes that split each dim of a stored parameter.
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxfound.config.parallel import AXES, AxisName
+from jaxfound.parallelism.compute import Terms
 from jaxfound.parallelism.memory import Ledger
 from jaxfound.parallelism.pipeline.facts import Pipeline
 from jaxfound.parallelism.placement import Placement
@@ -127,6 +128,13 @@ def _capacity(ledger: Ledger) -> str:
     if not ledger.capacity_bytes:
         return "memory of a device not known"
     return f"of {ledger.capacity_bytes:,} B, {ledger.total_bytes / ledger.capacity_bytes:.0%}"
+
+
+def terms_line(terms: Terms) -> str:
+    """Return the seconds of a step without traffic, and what takes them."""
+    spent = {name: seconds for name, seconds in terms._asdict().items() if seconds}
+    told = " + ".join(f"{name} {seconds_text(seconds)}" for name, seconds in spent.items())
+    return f"arithmetic: {seconds_text(terms.total)} a step = {told}"
 
 
 def verdict_text(ledger: Ledger) -> str:

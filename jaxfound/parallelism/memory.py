@@ -18,7 +18,9 @@ from jaxfound.parallelism.weights import (
     StageElements,
     copied_bytes,
     ends_of,
+    quantized_bytes,
     regathered_bytes,
+    segment_bytes,
     stage_elements,
 )
 from jaxfound.resources.topology import Topology
@@ -38,17 +40,15 @@ Kind = Literal[
 # Of the memory, left free for fragments and for what the driver and the collectives allocate: the
 # share that XLA's own scheduler leaves (its xla_gpu_memory_limit_slop_factor is 95).
 MARGIN = 0.05
-# tokens, targets, positions and segment ids are int32, the loss mask is one byte.
-BATCH_BYTES_A_TOKEN = 17
+# tokens, targets, positions and segment ids are int32, the loss mask is one byte. Rows that are one
+# document count their own positions, and the step is not given any.
+BATCH_BYTES_A_TOKEN = {"apart": 17, "joined": 13}
 # The step is int32, the random state two uint32.
 COUNTER_BYTES = 12
 # What is there of gradients at the peak, without and with several micro-batches.
 GRADIENTS = ("float32", "of one micro-batch and the sum of all, float32")
 # What stages add up in every tick is there all the time.
 STAGED_GRADIENTS = "sum of all micro-batches, float32, whole over fsdp until the end of the step"
-# Logits of a chunk in the backward pass, float32: they or their gradient, and the constants that
-# padded ids and other targets are replaced by.
-LOGIT_COPIES = 3
 # Streams [tokens embed] at the loss: the last layer's result, the normalised one and its gradient.
 LOSS_STREAMS = 3
 
@@ -170,7 +170,8 @@ class State:
         end_gradients: of these, what is not the layers'; it is made last.
         optimizer: what the update rule keeps.
         biases: routers' biases.
-        copies: of parameters, in the order in which they are gathered.
+        copies: of parameters: in the order in which they are gathered, of segments of layers, and
+            in 8-bit.
         regathered: of updated parameters, beside the old ones.
         ends: embedding and head, elements.
         stages: elements of a chunk of a rank, and of what the first and the last stage have
@@ -288,7 +289,7 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
             for s in layout.params
             if s.kind == "buffer"
         ),
-        copies=copied_bytes(layout),
+        copies=copied_bytes(layout) + segment_bytes(layout) + quantized_bytes(layout),
         regathered=regathered_bytes(layout),
         ends=ends_of(layout),
         stages=stage_elements(layout),
@@ -328,10 +329,15 @@ def batch_bytes(layout: Layout) -> int:
     Rows arrive whole; the step itself arranges them for the context axis.
     """
     rows = layout.rows * layout.num_microbatches
-    return rows * layout.cfg.train.seq_len * BATCH_BYTES_A_TOKEN + COUNTER_BYTES
+    train = layout.cfg.train
+    return rows * train.seq_len * BATCH_BYTES_A_TOKEN[train.documents] + COUNTER_BYTES
 
 
 def logit_bytes(layout: Layout) -> int:
-    """Return the bytes of the logits that exist at one time."""
+    """Return the bytes of logits that exist at one time: float32, and what is multiplied.
+
+    Their gradient takes the place of the one, rounded to the format of compute it is the other.
+    """
     vocab = layout.channels("vocab", layout.cfg.model.padded_vocab_size)
-    return layout.rows * layout.chunk_tokens * vocab * FLOAT32_BYTES * LOGIT_COPIES
+    each = FLOAT32_BYTES + layout.compute_bytes
+    return layout.rows * layout.chunk_tokens * vocab * each

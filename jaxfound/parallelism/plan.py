@@ -9,7 +9,14 @@ from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.parallelism.axes import BATCH_AXES, TABLE_RULES, ShardingRules
-from jaxfound.parallelism.compute import EFFICIENCY, compute_seconds, part_flops, uneven
+from jaxfound.parallelism.compute import (
+    PASSES_OF_ARRAYS,
+    Terms,
+    compute_seconds,
+    compute_terms,
+    part_flops,
+    uneven,
+)
 from jaxfound.parallelism.explain import (
     axis_lines,
     host_lines,
@@ -17,6 +24,7 @@ from jaxfound.parallelism.explain import (
     pipeline_lines,
     seconds_text,
     state_lines,
+    terms_line,
     verdict_text,
 )
 from jaxfound.parallelism.layout import Layout
@@ -51,7 +59,7 @@ CUT_TEXT = {
 # What JAX's allocator takes of a GPU unless this variable says another share.
 JAX_SHARE, JAX_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # What `remat: auto` tries, from the least recomputed on.
-POLICIES: tuple[str, ...] = tuple(EFFICIENCY)
+POLICIES: tuple[str, ...] = tuple(PASSES_OF_ARRAYS)
 MESH_ORDER = Placement()
 NO_LEDGER = Ledger()
 # From this share on, what stages that are not alike add to a step is said.
@@ -74,7 +82,8 @@ class ParallelPlan:
         state_bytes: parameters, gradients and optimizer state of the whole model, each held once.
         ledger: bytes of one device by kind.
         wires: what each axis sends in a step.
-        compute_s: seconds of a step's arithmetic; None where the peak is not known.
+        terms: seconds of a step without traffic, by what takes them; None where peaks are not
+            known.
         schedule: when each rank runs which stage; None without stages.
         stages: which layers each chunk holds; None without stages.
         notes: decisions a reader should know, one sentence each.
@@ -91,7 +100,7 @@ class ParallelPlan:
     state_bytes: int = 0
     ledger: Ledger = NO_LEDGER
     wires: tuple[Wire, ...] = ()
-    compute_s: float | None = None
+    terms: Terms | None = None
     schedule: Schedule | None = None
     stages: StageLayers | None = None
     notes: tuple[str, ...] = ()
@@ -111,6 +120,11 @@ class ParallelPlan:
     def param_bytes(self) -> int:
         """Bytes of float32 parameters on one device."""
         return self.ledger.of("parameters")
+
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds of a step without traffic; None where a peak is not known."""
+        return None if self.terms is None else self.terms.total
 
     @property
     def wire_s(self) -> float | None:
@@ -158,6 +172,7 @@ class ParallelPlan:
             "fits": self.ledger.fits,
             "wires": [asdict(wire) for wire in self.wires],
             "compute_s": self.compute_s,
+            "terms_s": None if self.terms is None else self.terms._asdict(),
             "wire_s": self.wire_s,
             "notes": list(self.notes),
         }
@@ -197,7 +212,8 @@ def make_plan(
     placement = best_placement(degrees, topology, amounts)
     wires = timed(amounts, placement, topology)
     check_tensor(cfg, degrees["tensor"], wires, topology=topology)
-    compute_s = compute_seconds(layout, topology)
+    terms = compute_terms(layout, topology)
+    compute_s = None if terms is None else terms.total
     notes += [*stage_notes(layout), *wire_notes(wires, compute_s=compute_s)]
     notes += memory_notes(layout, ledger, topology=topology, slots=slots)
     step = cfg.parallel.layers_per_scan_step
@@ -213,7 +229,7 @@ def make_plan(
         state_bytes=whole_state_bytes(params, slots),
         ledger=ledger,
         wires=wires,
-        compute_s=compute_s,
+        terms=terms,
         schedule=layout.pipeline.schedule if layout.pipeline is not None else None,
         stages=layout.pipeline.stages if layout.pipeline is not None else None,
         notes=tuple(notes),
@@ -221,19 +237,21 @@ def make_plan(
 
 
 def choose_remat(layout: Layout, *, slots: Slots, topology: Topology) -> tuple[Layout, Ledger]:
-    """Return the layout and its ledger with the policy that was asked; of `auto`, the first to fit.
+    """Return the layout and its ledger with the policy that was asked.
 
-    The last policy where none does, the first where the memory is not known.
+    Of `auto` the fastest by this plan among those that fit; the last one where none does, and where
+    times are not known the first that fits. To keep more is not always faster: a loop over layers
+    copies what it keeps.
     """
     state = state_of(layout, slots=slots)
-    *sooner, last = POLICIES if layout.remat == "auto" else (layout.remat,)
-    for policy in sooner:
-        chosen = replace(layout, remat=policy)
-        ledger = state.with_activations(chosen, topology=topology)
-        if ledger.fits is not False:
-            return chosen, ledger
-    chosen = replace(layout, remat=last)
-    return chosen, state.with_activations(chosen, topology=topology)
+    policies = POLICIES if layout.remat == "auto" else (layout.remat,)
+    layouts = [replace(layout, remat=policy) for policy in policies]
+    ledgers = [state.with_activations(each, topology=topology) for each in layouts]
+    found = list(zip(layouts, ledgers, strict=True))
+    fitting = [each for each in found if each[1].fits is not False]
+    if not fitting:
+        return found[-1]
+    return min(fitting, key=lambda each: compute_seconds(each[0], topology) or 0.0)
 
 
 def stage_notes(layout: Layout) -> Iterator[str]:
@@ -302,10 +320,8 @@ def explanation(plan: ParallelPlan) -> Iterator[str]:
     yield "memory of one device:"
     yield from ledger_lines(plan.ledger)
     yield verdict_text(plan.ledger)
-    if plan.compute_s is not None:
-        share = f"{EFFICIENCY[plan.remat]:.0%} of the published peak"
-        waits = ", stages' waiting and recomputation included" if plan.schedule else ""
-        yield f"arithmetic: {seconds_text(plan.compute_s)} a step at {share}{waits}"
+    if plan.terms is not None:
+        yield terms_line(plan.terms)
         if plan.wires:
             yield f"wires: {seconds_text(plan.wire_s)} a step, were none of it behind arithmetic"
     yield from plan.notes

@@ -62,16 +62,24 @@ POLICIES: dict[str, Callable[..., bool]] = {
 }
 
 
-def rematerialize[**P, R](fn: Callable[P, R], policy: str, *, in_loop: bool) -> Callable[P, R]:
+def rematerialize[**P, R](
+    fn: Callable[P, R], policy: str, *, in_loop: bool, drops_moves: bool
+) -> Callable[P, R]:
     """Return `fn` with its residuals limited to what `policy` keeps.
+
+    What is computed again must not be merged with the forward pass, or it is kept after all: a
+    loop sees to that, and elsewhere barriers do, at the cost of fusion. Under "none" only moves are
+    done again, and those the compiler may merge, unless what they gather must not stay.
 
     Args:
         fn: a layer.
         policy: a name in `POLICIES`, which are the config's words.
-        in_loop: whether the layer runs inside a loop, which keeps the compiler from merging the
-            recomputation with the forward pass; elsewhere barriers do, at the cost of fusion.
+        in_loop: whether the layer runs inside a loop.
+        drops_moves: whether the results of moves must be gone until the backward pass, as weights
+            must that are gathered from other devices.
 
     Raises:
         KeyError: if there is no policy of that name.
     """
-    return jax.checkpoint(fn, policy=POLICIES[policy], prevent_cse=not in_loop)
+    apart = not in_loop and (policy != "none" or drops_moves)
+    return jax.checkpoint(fn, policy=POLICIES[policy], prevent_cse=apart)

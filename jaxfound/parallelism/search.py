@@ -8,7 +8,7 @@ from jaxfound.config.parallel import AXES, AxisName, ZeroStage
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig, divisors
 from jaxfound.parallelism.axes import BATCH_AXES, ShardingRules
-from jaxfound.parallelism.compute import EFFICIENCY, busy_seconds, waiting
+from jaxfound.parallelism.compute import PASSES_OF_ARRAYS, busy_seconds, waiting
 from jaxfound.parallelism.explain import bytes_text, seconds_text
 from jaxfound.parallelism.layout import Layout
 from jaxfound.parallelism.legal import STAGED_ZERO, PlanError, check_cuts, choose_rules, stages_of
@@ -186,7 +186,7 @@ def _with(cfg: RunConfig, **changes: int | str) -> RunConfig:
 def _of_stage(subject: Subject, layouts: Sequence[Layout]) -> Iterator[Candidate]:
     """Yield the best layout of each policy, of some that differ in their micro-batches."""
     state = state_of(layouts[0], slots=subject.slots)
-    for remat in EFFICIENCY:
+    for remat in PASSES_OF_ARRAYS:
         yield _best(subject, state, [replace(one, remat=remat) for one in layouts])
 
 

@@ -5,6 +5,7 @@ Copies in the format of compute, copies for the gather, and gradients before the
 
 from typing import NamedTuple
 
+from jaxfound.config.layer_formats import operations_in_fp8, segments_alike, stacks_of
 from jaxfound.config.params import LAYER_DIMS, ParamSpec
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, in_layer, is_shared, runs_first
 from jaxfound.parallelism.pipeline.facts import Pipeline
@@ -92,6 +93,42 @@ def copied_bytes(layout: Layout) -> int:
         for spec in layout.trained()
         if _is_turned(layout, spec)
     )
+
+
+def segment_bytes(layout: Layout) -> int:
+    """Return the bytes of the parameters that are copied out of a stack to loop over a part of it.
+
+    Where rules name layers, each segment of layers with the same formats is a loop over a slice of
+    the stack, in float32. XLA makes the slices of one segment at a time; in a loop over
+    micro-batches it keeps those of all.
+    """
+    copied = 0
+    for stack in stacks_of(layout.params):
+        segments = segments_alike(layout.cfg.precision, stack.operations, stack.layers)
+        if len(segments) == 1:
+            continue
+        held = sum(
+            layout.elements(spec, layout.rules.param_axes)
+            for spec in layout.trained()
+            if spec.path.startswith(f"{stack.name}.")
+        )
+        longest = max(len(segment) for segment in segments)
+        at_once = len(stack.layers) if layout.num_microbatches > 1 else longest
+        copied += FLOAT32_BYTES * held * at_once // len(stack.layers)
+    return copied
+
+
+def quantized_bytes(layout: Layout) -> int:
+    """Return the bytes of the weights that are quantised before a step's micro-batches.
+
+    One an element; scales, one for each 128x128, are not counted. Stages quantise theirs in every
+    tick, and what fsdp cuts is quantised behind each gather.
+    """
+    if layout.pipeline is not None or layout.rules.cuts_parameters:
+        return 0
+    in_fp8 = operations_in_fp8(layout.cfg.precision, layout.params)
+    kernels = {f"{path}.kernel" for path in in_fp8}
+    return sum(layout.used_elements(s) for s in layout.trained() if s.path in kernels)
 
 
 def regathered_bytes(layout: Layout) -> int:

@@ -1,24 +1,31 @@
 """What wires carry is measured as stated, slow ones are named, and a plan can read the figures."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import typer
 from jax.sharding import Mesh
 
 from jaxfound.cli.main import main
-from jaxfound.cli.probe import write_topology
+from jaxfound.cli.probe import meet_others, write_topology
 from jaxfound.communication import probe
 from jaxfound.communication.cost import COLLECTIVES
 from jaxfound.communication.hlo import collectives
 from jaxfound.communication.probe import Measured, Pair, Timed
 from jaxfound.communication.probe_verdict import judge
+from jaxfound.resources.launch.place import Place
 from jaxfound.resources.links import NETWORKS
 from jaxfound.resources.topology import Topology, all_devices
 
+ROOT = Path(__file__).resolve().parents[2]
 # Two hosts of two devices that are connected by 0.8 GB/s inside and 100 Gb/s a host across.
 TWO = Topology(2, 2, "cpu", 10**9, network=NETWORKS["eth100"])
 
@@ -133,3 +140,29 @@ def test_the_command_ends_with_1_when_the_wires_are_slower_than_asked(
     assert {c["verdict"] for c in told["checks"]} == {"fail"}
     assert len(told["pairs"]) == 1
     assert Topology.from_file(out).num_devices == 2
+
+
+@pytest.mark.multiprocess
+def test_under_launch_the_wires_between_all_hosts_are_measured_and_one_process_tells(tmp_path):
+    words = ["launch", "--simulate-hosts", "2", "--", "probe", "--json", "--max-mib", "0.001"]
+    asked = [*words, "--rounds", "1", "--min-share", "0", "--network", "eth100", "--out", "it.yaml"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxfound.cli.main", *asked],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The agent's own lines are around what process 0 says.
+    told = json.loads(done.stdout[done.stdout.index("{\n") : done.stdout.rindex("}") + 1])
+    assert [(p["first"], p["second"], p["crosses_hosts"]) for p in told["pairs"]] == [(0, 1, True)]
+    assert told["across_bps"] > 0
+    assert Topology.from_file(tmp_path / "it.yaml").hosts == 2
+    assert "pairs" not in (tmp_path / "runs/probe/logs/attempt-0/process-1.log").read_text()
+
+
+def test_virtual_devices_are_refused_in_a_job(monkeypatch):
+    monkeypatch.setattr("jaxfound.cli.train.join_job", lambda: Place("127.0.0.1:1", 2, 0))
+    with pytest.raises(typer.BadParameter, match="--devices-per-host 4"):
+        meet_others(4)

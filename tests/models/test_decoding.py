@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxfound.models import empty_cache
-from jaxfound.models.cache import bytes_a_token, slots_of, write_at
-from tests.models.tiny import extend, forward, model_config, model_of, tokens_of
+from jaxfound.models.cache import HeadCache, bytes_a_token, slots_of, write_at
+from jaxfound.models.layers.attention import cached_view
+from tests.models.tiny import extend, forward, jit, model_config, model_of, tokens_of
 
 # float32 sums in another order: a few units in the last place of logits of size 1 to 10.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -87,3 +88,21 @@ def test_bytes_a_token_are_the_bytes_of_one_slot(name):
     assert slots_of(cache) == 5
     held = sum(a.nbytes for a in jax.tree.leaves(cache))
     assert bytes_a_token(cfg) == held / (3 * 5)
+
+
+def test_keys_and_values_of_every_head_give_what_their_latents_give():
+    """A token at a time; slots behind the last token hold noise."""
+    model, noise = model_of("mla_moe_yarn"), np.random.default_rng(0)
+    tokens = jnp.asarray(tokens_of(ROWS, LENGTH))
+    mixer, mla = jax.tree.map(lambda a: a[0], model.layers.mixer), model.cfg.mla
+    x = model.embedding(tokens)
+    expected = jit(lambda mixer, x, view: mixer(x, view))(
+        mixer, x, model.row(tokens, None, None).view
+    )
+    shape = (ROWS, model.cfg.num_heads, SLOTS)
+    widths = (mla.qk_head_dim, mla.v_head_dim)
+    cache = HeadCache(*(jnp.asarray(noise.normal(size=(*shape, n)), x.dtype) for n in widths))
+    step = jit(lambda mixer, x, cache, at: mixer.extend(x, cache, cached_view(at, SLOTS)))
+    for i in range(LENGTH):
+        out, cache = step(mixer, x[:, i : i + 1], cache, places(i, i + 1))
+        np.testing.assert_allclose(out[:, 0], expected[:, i], **CLOSE)

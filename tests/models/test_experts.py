@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfound.models.layers import expert_tiles
-from jaxfound.models.layers.expert_tiles import TILE_ROWS, inverse, moved, tile_product
+from jaxfound.models.layers.expert_tiles import (
+    TILE_ROWS,
+    inverse,
+    moved,
+    outputs_here,
+    outputs_of_all,
+    tile_product,
+    touches_most,
+)
 from jaxfound.models.layers.moe import mix_experts
 
 # One program for each shape, not one for each of its operations.
@@ -163,3 +171,20 @@ def test_the_gradient_of_moved_rows_is_that_of_a_copy():
 
 def test_the_inverse_says_who_stands_where():
     assert inverse(jnp.array([2, 5, 0, 7]), size=4).tolist() == [2, 4, 0, 4]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 9])
+def test_multiplying_all_experts_gives_what_each_rows_own_give(num_rows):
+    rng = np.random.default_rng(num_rows)
+    rows = jnp.asarray(rng.normal(size=(num_rows, 16)), jnp.float32)
+    experts = jnp.asarray([rng.permutation(8)[:3] for _ in range(num_rows)], jnp.int32)
+    shapes = ((8, 16, 24), (8, 16, 24), (8, 24, 16))
+    kernels = tuple(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32) for shape in shapes)
+    found, expected = (f(rows, experts, kernels) for f in (outputs_of_all, outputs_here))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_all_experts_are_multiplied_where_few_rows_touch_most_of_them():
+    """DeepSeek-V2-Lite's 6 of 64: 10 rows touch 63 % of the experts."""
+    chosen = [rows for rows in range(1, 200) if touches_most(rows, 6, num_experts=64)]
+    assert chosen == list(range(10, 129))

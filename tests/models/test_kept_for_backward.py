@@ -23,7 +23,7 @@ from jaxfound.parallelism.activations import (
     TOKENS_PER_SEGMENT,
 )
 from jaxfound.parallelism.backward import CHUNK_SCORES, MIN_CHUNK_ROWS, WHOLE_SCORES
-from jaxfound.parallelism.compute import EFFICIENCY
+from jaxfound.parallelism.compute import PASSES_OF_ARRAYS
 from jaxfound.parallelism.legal import layout_of
 from jaxfound.parallelism.remat import POLICIES
 from pallas_kernels import hardware
@@ -92,7 +92,7 @@ def config(model, policy):
 
 
 def test_the_plan_counts_every_policy_there_is():
-    assert tuple(KEPT) == tuple(EFFICIENCY) == tuple(POLICIES)
+    assert tuple(KEPT) == tuple(PASSES_OF_ARRAYS) == tuple(POLICIES)
 
 
 def test_the_plan_has_the_sizes_of_the_kernels_it_counts():

@@ -37,7 +37,9 @@ def kept_bytes(cfg):
 
         def run(layers, x):
             block = jax.tree.map(itemgetter(0), frame.bind(shared, layers, buffers).layers)
-            one = rematerialize(lambda x, block: block(x, row)[0], execution.remat, in_loop=False)
+            one = rematerialize(
+                lambda x, block: block(x, row)[0], execution.remat, in_loop=False, drops_moves=True
+            )
             return one(x, block)
 
         return jax.vjp(run, layers, x)[1](of_y)

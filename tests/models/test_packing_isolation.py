@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jaxfound.models.build import Frame
+from jaxfound.models.execution import Execution
+from jaxfound.training.batches import documents_of
 from jaxfound.training.objective import ahead_of, objective_of, terms_of, token_counts
 from tests.models.tiny import (
     forward,
@@ -122,3 +124,22 @@ def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient(gradients_and_term
     grads, terms = of(empty, token_counts(empty, num_depths=frame.cfg.mtp_depth))
     assert not any(np.asarray(grad).any() for grad in grads.values())
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(terms))
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla_moe_mtp"])
+def test_where_documents_are_joined_a_row_is_one_of_them(name, batch):
+    frame = Frame(model_config(name), execution=Execution(documents="joined"))
+    model = frame.bind(*weights_of(frame))
+    joined = every_output(model, batch)[0]
+    np.testing.assert_array_equal(joined[0], forward(model, batch.tokens)[0])
+    apart = every_output(model_of(name), batch)[0]
+    np.testing.assert_array_equal(joined[0, :7], apart[0, :7])
+    assert not np.allclose(joined[0, 7:], apart[0, 7:], atol=1e-3), "the second sees the first"
+
+
+def test_the_loader_vouches_for_rows_whose_documents_all_have_places():
+    cfg = run_config(model_config("gqa"), length=64)
+    assert documents_of(cfg, most_pieces=8) == "checked"
+    assert documents_of(cfg, most_pieces=9) == "runs"
+    joined = run_config(model_config("gqa"), length=64, train={"documents": "joined"})
+    assert documents_of(joined, most_pieces=9) == "joined"

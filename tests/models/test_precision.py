@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxfound.config.layer_formats import check_precision
 from jaxfound.config.precision import PrecisionConfig, PrecisionRule
 from jaxfound.config.schema import ConfigError
-from jaxfound.models import Execution, check_precision, describe
+from jaxfound.models import Execution, describe
 from jaxfound.models.build import Frame
 from jaxfound.models.layers.linear import Linear
 from tests.models.tiny import forward, model_config, tokens_of, weights_of
@@ -32,7 +33,7 @@ RULES = PrecisionConfig(
     ],
 )
 def test_the_first_rule_that_matches_decides_and_compute_is_the_rest(path, format):
-    assert Execution(precision=RULES).format_of(path) == format
+    assert RULES.format_of(path) == format
 
 
 def linear(format):

@@ -7,6 +7,7 @@ import pytest
 
 from jaxfound.config import PRESETS, ModelConfig, parse
 from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.config.precision import PrecisionConfig, PrecisionRule
 from jaxfound.models import describe
 from jaxfound.parallelism import make_plan
 from jaxfound.parallelism.backward import FUSED_HEAD_DIM
@@ -66,6 +67,37 @@ def test_micro_batches_hold_their_own_gradients_beside_the_sum():
     assert two.ledger.of("gradients") == 2 * one.ledger.of("gradients")
 
 
+@pytest.mark.parametrize(("num_microbatches", "at_once"), [(1, 4), (2, 6)])
+def test_layers_that_compute_apart_are_copied_out_of_their_stack(num_microbatches, at_once):
+    """The longest segment; in a loop over micro-batches every segment stays."""
+    parallel = {"data": 8, "num_microbatches": num_microbatches}
+    policies = [{}, {"rules": [{"pattern": "layers.0-1.ffn.*", "format": "bfloat16"}]}]
+    cfg = run_config(model_config("gqa", num_layers=6), rows=16, parallel=parallel)
+    table = describe(cfg.model)
+    buffers = []
+    for policy in policies:
+        precision = PrecisionConfig.model_validate({"compute": "float32", **policy}, strict=False)
+        asked = cfg.model_copy(update={"precision": precision})
+        buffers.append(make_plan(asked, H200, params=table).ledger.of("buffers"))
+    of_layers = sum(spec.size for spec in table if spec.path.startswith("layers."))
+    assert buffers[1] - buffers[0] == 4 * of_layers * at_once // 6
+
+
+@pytest.mark.parametrize(
+    ("parallel", "copies"), [({"data": 8}, 1), ({"fsdp": 8, "zero_stage": 3}, 0)], ids=str
+)
+def test_weights_in_8_bit_are_a_byte_each_unless_fsdp_cuts_them(parallel, copies):
+    cfg = run_config(model_config("gqa", num_layers=6), rows=16, parallel=parallel)
+    table = describe(cfg.model)
+    rules = (PrecisionRule(pattern="layers.*", format="fp8"),)
+    in_fp8 = cfg.model_copy(update={"precision": PrecisionConfig(compute="float32", rules=rules)})
+    before, after = (
+        make_plan(each, H200, params=table).ledger.of("buffers") for each in (cfg, in_fp8)
+    )
+    kernels = [s for s in table if s.path.startswith("layers.") and s.path.endswith(".kernel")]
+    assert after - before == copies * sum(spec.size for spec in kernels)
+
+
 def test_arguments_are_state_and_batch():
     found = plan(data=2, fsdp=2, tensor=2).ledger
     # 4 of 16 rows of 16 tokens: four int32 and a mask; the step, the random state, the biases.
@@ -115,17 +147,17 @@ def test_a_presets_state_is_sixteen_bytes_a_parameter(name, mesh, each):
 
 
 def test_a_wide_vocabulary_peaks_at_the_loss_and_a_narrow_one_in_a_layer():
-    # 128 rows of 16 tokens on a device, all logits at one time: they, and two constants as large.
+    # 128 rows of 16 tokens on a device, all logits at one time, of a run that computes in float32.
     train = {"loss_chunk": 0}
     wide = plan(data=8, rows=1024, train=train, vocab_size=4096).ledger
-    assert wide.of("logits") == 128 * 16 * 4096 * 4 * 3
+    assert wide.of("logits") == 128 * 16 * 4096 * (4 + 4)
     # Gradients have their room before the loss: XLA fills it with zeros as early as that.
     assert wide.of("gradients") == 4 * WHOLE
     narrow = plan(data=8, rows=1024, train=train).ledger
     assert narrow.of("logits") == 0
     assert narrow.of("gradients") == 4 * WHOLE
     (entry,) = [e for e in narrow.entries if e.kind == "logits"]
-    assert f"{128 * 16 * 64 * 4 * 3:,} B, freed before the peak" in entry.how
+    assert f"{128 * 16 * 64 * (4 + 4):,} B, freed before the peak" in entry.how
 
 
 @pytest.mark.parametrize("policy", ["none", "matmul_outputs", "full"])
@@ -219,11 +251,18 @@ def test_a_plan_fits_where_its_total_and_the_margin_do():
     assert "verdict: fits" in plan(small(enough), data=8).explain()
 
 
+def test_auto_is_the_fastest_that_fits_where_seconds_are_known():
+    loop = {"data": 8, "remat": "auto"}
+    assert plan(H200, **loop).remat == "matmul_outputs"
+    assert plan(H200, **loop, layers_per_scan_step="all").remat == "none"
+
+
 def test_auto_recomputes_no_more_than_it_must():
     total = {p: plan(Topology(1, 8, "any", 0), data=8, remat=p).ledger.total_bytes
              for p in ("none", "matmul_outputs", "full")}  # fmt: skip
     for policy, need in total.items():
-        assert plan(small(int(need / 0.95) + 2), data=8, remat="auto").remat == policy
+        unknown = replace(small(int(need / 0.95) + 2), device_kind="any")
+        assert plan(unknown, data=8, remat="auto").remat == policy
     assert plan(small(1), data=8, remat="auto").remat == "full"
     assert plan(Topology(1, 8, "any", 0), data=8, remat="auto").remat == "none"
 

@@ -89,6 +89,7 @@ def test_a_device_keeps_its_part_of_what_blocks_read():
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_an_h200_program_scatters_the_sums_of_blocks_and_needs_less_memory():
     steps = {}

@@ -10,7 +10,15 @@ from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.models import describe
 from jaxfound.models.summary import summarize
 from jaxfound.parallelism import make_plan
-from jaxfound.parallelism.compute import compute_seconds, forward_flops
+from jaxfound.parallelism.compute import (
+    compute_seconds,
+    compute_terms,
+    forward_flops,
+    made_bytes,
+    memory_bytes,
+    product_flops,
+    token_flops,
+)
 from jaxfound.parallelism.legal import layout_of
 from jaxfound.parallelism.traffic import TRAFFIC
 from jaxfound.resources.topology import Topology
@@ -25,6 +33,7 @@ TABLE = ParamTable(
                   ("layers", "heads", "head_dim", "embed")),
     )
 )  # fmt: skip
+H200, H200S = Topology.parse("1:h200"), Topology.parse("8:h200")
 SIZE = 2 * (48 * 32 + 32 * 48 + 32 * 32)
 ROWS, LENGTH = 8, 16
 
@@ -169,19 +178,62 @@ def test_a_prediction_ahead_costs_its_block_its_join_and_the_head_again():
     assert forward_flops(deep) == main.flops_causal + head + join + products + scores
 
 
-def layout(name, **parallel):
-    cfg = parse({"preset": name, "parallel": parallel,
-                 "train": {"steps": 1, "batch_size": 8, "seq_len": 128}})  # fmt: skip
+def layout(name, *, rows=8, precision=None, **parallel):
+    cfg = parse({"preset": name, "parallel": parallel, "precision": precision or {},
+                 "train": {"steps": 1, "batch_size": rows, "seq_len": 128}})  # fmt: skip
     degrees = {axis: parallel.get(axis, 1) for axis in AXES}
     return layout_of(cfg, degrees, describe(cfg.model))[0]
 
 
-def test_arithmetic_takes_the_stated_share_of_the_published_peak():
+def test_flops_of_a_token_are_its_products_and_its_scores():
+    found = token_flops(layout("tiny-mla-moe"))
+    assert found.causal == forward_flops(layout("tiny-mla-moe"))
+    # Five mixers, four heads that contract 32 and 24 channels, rows of 128.
+    assert found.scores == 2 * 5 * 4 * (32 + 24) * 128
+    assert found.full - found.products == found.scores
+
+
+def test_products_take_the_stated_share_of_the_published_peak():
     dense = layout("tiny-dense", data=8)
-    flops = 3 * forward_flops(dense) * 8 * 128
-    seconds = compute_seconds(dense, Topology.parse("8:h200"))
-    assert seconds == pytest.approx(flops / (8 * 989.4e12 * 0.42))
-    assert compute_seconds(dense, Topology.parse("8:cpu")) is None
+    flops = token_flops(dense)
+    terms = compute_terms(dense, H200S)
+    assert terms.products == pytest.approx(3 * flops.products * 128 / (989.4e12 * 0.71))
+    share = 0.61 * 128 / (128 + 700)
+    scores = 3.5 * (flops.causal - flops.products) * 128
+    assert terms.attention == pytest.approx(scores / (989.4e12 * share))
+    assert compute_seconds(dense, H200S) == terms.total == terms.busy
+    assert compute_terms(dense, Topology.parse("8:cpu")) is None
+
+
+def test_what_is_computed_again_takes_its_time_again():
+    least, most = (compute_terms(layout("tiny-dense", remat=r), H200) for r in ("none", "full"))
+    head = 2 * 128 * 259
+    products = token_flops(layout("tiny-dense")).products
+    assert most.products / least.products == pytest.approx((4 * products - head) / (3 * products))
+    assert most.attention / least.attention == pytest.approx(4.5 / 3.5)
+
+
+def test_operations_in_eight_bits_take_the_peak_of_that_format():
+    rules = {"rules": [{"pattern": "layers.ffn.*", "format": "fp8"}]}
+    found = product_flops(layout("tiny-dense", precision=rules))
+    assert found["float8"] == 3 * 2 * 4 * 3 * 128 * 344
+    # Rounding: gate, up and down of 4 layers, 128 channels on one side and 344 on the other.
+    more = memory_bytes(layout("tiny-dense", precision=rules)) - memory_bytes(layout("tiny-dense"))
+    assert more == pytest.approx(4.3 * 8 * 128 * 4 * 3 * (128 + 344))
+    whole = product_flops(layout("tiny-dense"))
+    assert whole == {"bfloat16": sum(found.values()), "float8": 0}
+
+
+def test_each_micro_batch_uses_the_weights_anew():
+    one, four = (memory_bytes(layout("tiny-dense", num_microbatches=n)) for n in (1, 4))
+    elements = layout("tiny-dense").params.size
+    assert four - one == pytest.approx((4 * 30 - 18) * elements)
+
+
+def test_an_even_router_sends_each_device_its_share():
+    # Twice the devices, twice the rows: each has as much to do.
+    one, two = (made_bytes(layout("tiny-mla-moe", rows=8 * n, expert=n)) for n in (1, 2))
+    assert one == two
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "paired_1f1b"])

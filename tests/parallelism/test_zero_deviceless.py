@@ -107,7 +107,7 @@ def test_at_stage_0_gradients_are_summed_whole_and_nothing_else_is_sent():
 CASES = [
     ("dense", 1),
     pytest.param("dense", 2, marks=SLOW),
-    ("dense", 3),
+    pytest.param("dense", 3, marks=SLOW),
     pytest.param("experts", 3, marks=SLOW),
 ]
 each_case = pytest.mark.parametrize(("model", "stage"), CASES)

@@ -10,9 +10,9 @@ from tests.parallelism.zero_stages import LAYOUTS, STAGES, model_of, result_of
 
 pytestmark = pytest.mark.multidevice
 
-# Of the small model the first stage and the last; of MLA and experts on three axes stage 2, whose
-# gradients are cut while parameters are whole. The layouts have stage 3 of both.
-QUICK = [("dense", 1), ("dense", 3), ("experts", 2), ("three_layers", 3)]
+# Of the small model the first stage and the last. Latent attention and experts have every stage in
+# test_every_pair_of_axes.py, and layouts of three axes stage 3.
+QUICK = [("dense", 1), ("dense", 3), ("three_layers", 3)]
 
 
 def cases(*models):

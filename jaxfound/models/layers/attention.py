@@ -11,11 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.cache import KeyValueCache, write_at
-from jaxfound.models.execution import Execution
+from jaxfound.models.execution import Documents, Execution
 from jaxfound.models.layers.context_attention import attend_over_context
 from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.models.layers.linear import Linear
+from jaxfound.models.layers.paged_attention import attend_pages
 from jaxfound.models.layers.rope import angles_of, frequencies, rotate, rotation_factor
+from jaxfound.models.pages import KeyValuePages, PagedView, written
 from jaxfound.parallelism.axes import ShardingRules
 from jaxfound.parallelism.context import context_degree, whole_rows
 from jaxfound.parallelism.remat import ATTENTION
@@ -64,11 +66,12 @@ def attend_rows(
     view: View,
     scale: float,
     rules: ShardingRules,
+    documents: Documents,
 ) -> Float[Array, "B T N V"]:
     """Return the attention of packed rows over themselves, by the fastest kernel that is right.
 
-    The data room leaves documents as runs with padding last; rows of another make are noticed
-    and take the kernel that needs no such promise.
+    The data room leaves documents as runs with padding last. Where nobody vouches for that, rows
+    of another make are noticed and take the kernel that needs no such promise.
 
     Args:
         k: keys of whole rows, from `whole_rows`: a copy for each device of the `context` axis.
@@ -78,8 +81,9 @@ def attend_rows(
         ValueError: if rows are cut over `context` and not arranged for it.
     """
     if context_degree() == 1:
+        packed = "checked" if documents == "checked" else "runs"
         return flash_attention(
-            q, k, v, segment_ids=view.segment_ids, causal=True, scale=scale, packed="runs"
+            q, k, v, segment_ids=view.segment_ids, causal=True, scale=scale, packed=packed
         )
     if view.places is None:
         raise ValueError(
@@ -139,13 +143,22 @@ class GroupedQueryAttention(nnx.Module):
         self.value = make("value", embed, keys, cfg.init_std)
         self.out = make("out", queries, embed, cfg.init_std / math.sqrt(2 * cfg.num_layers))
         self.rules = execution.rules
+        self.documents: Documents = execution.documents
         self.cfg = cfg
 
     def __call__(self, x: Float[Array, "B T D"], view: View) -> Float[Array, "B T D"]:
         """Return the attention of x over its own row."""
         q, k, v = self._project(x, view.positions)
         k, v = (whole_rows(x, "kv_heads", None, rules=self.rules) for x in (k, v))
-        mixed = attend_rows(q, k, v, view=view, scale=self.scale, rules=self.rules)
+        mixed = attend_rows(
+            q,
+            k,
+            v,
+            view=view,
+            scale=self.scale,
+            rules=self.rules,
+            documents=self.documents,
+        )
         return self._finish(mixed)
 
     def extend(
@@ -158,6 +171,29 @@ class GroupedQueryAttention(nnx.Module):
         )
         k_all, v_all = cache.keys.astype(q.dtype), cache.values.astype(q.dtype)
         return self._finish(attend(q, k_all, v_all, mask=view.mask, scale=self.scale)), cache
+
+    def extend_pages(
+        self, x: Float[Array, "B T D"], cache: KeyValuePages, view: PagedView
+    ) -> tuple[Float[Array, "B T D"], KeyValuePages]:
+        """Write T tokens of each row to its pages and return their attention over all of it."""
+        q, k, v = self._project(x, view.positions)
+        cache = KeyValuePages(written(cache.keys, k, view), written(cache.values, v, view))
+
+        def read(ids: Int[Array, "B n"]) -> tuple[jax.Array, jax.Array]:
+            keys, values = (part[ids].astype(q.dtype) for part in cache)
+            heads = keys.shape[3:]
+            return keys.reshape(len(ids), -1, *heads), values.reshape(len(ids), -1, *heads)
+
+        mixed = attend_pages(
+            q,
+            read,
+            view=view,
+            page_size=cache.keys.shape[1],
+            kv_heads=cache.keys.shape[2],
+            value_dim=v.shape[3],
+            scale=self.scale,
+        )
+        return self._finish(mixed), cache
 
     @property
     def scale(self) -> float:

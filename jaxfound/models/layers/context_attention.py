@@ -94,6 +94,11 @@ def attend_over_context(
     """
     rows = rules.activation_spec(("batch", "seq", "heads", None))
     whole = rules.activation_spec(("copies", None, "kv_heads", None))
+    if rows[2] != whole[2]:
+        # Key heads that tensor does not divide are whole on each of its devices, whose query heads
+        # need not begin where a key head does: each query head gets its own.
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        whole = rules.activation_spec(("copies", None, "heads", None))
     own_ids = rules.activation_spec(("batch", "seq"))
     all_ids = PartitionSpec(own_ids[0])
     local = partial(_attend_local, scale=scale, degree=context_degree())

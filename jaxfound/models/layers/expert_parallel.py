@@ -19,8 +19,10 @@ from jaxfound.models.layers.expert_tiles import (
     inverse,
     moved,
     outputs_here,
+    outputs_of_all,
     swiglu,
     tiles_of,
+    touches_most,
 )
 
 # Tokens are exchanged in so many pieces that the rows of a piece take no more than this in the
@@ -34,7 +36,11 @@ def expert_degree() -> int:
 
 
 def outputs_of_choices(
-    tokens: Float[Array, "M D"], experts: Int[Array, "M A"], kernels: Kernels
+    tokens: Float[Array, "M D"],
+    experts: Int[Array, "M A"],
+    kernels: Kernels,
+    *,
+    decoding: bool = False,
 ) -> Float[Array, "M A D"]:
     """Return what each token's experts make of it, wherever they are.
 
@@ -42,9 +48,12 @@ def outputs_of_choices(
         tokens: of this device.
         experts: numbers among the experts of all devices.
         kernels: of this device's experts.
+        decoding: whether reading the kernels is what takes the time.
     """
     if expert_degree() == 1:
-        return outputs_here(tokens, experts, kernels)
+        all_of_them = decoding and touches_most(*experts.shape, num_experts=len(kernels[0]))
+        outputs = outputs_of_all if all_of_them else outputs_here
+        return outputs(tokens, experts, kernels)
     ways = ways_of(*experts.shape, experts_here=len(kernels[0]))
     pieces = num_pieces(ways, row_bytes=tokens.shape[1] * tokens.dtype.itemsize)
     if pieces == 1:

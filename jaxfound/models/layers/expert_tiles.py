@@ -21,6 +21,12 @@ TILE_ROWS = 128
 # row by every expert.
 GROUPED_PLATFORMS = ("cuda", "rocm", "tpu")
 
+# Share of the experts from which on a product of all of them beats the grouped one, which reads the
+# touched ones alone: on an H200 they stream weights at 3.9 and 2.3 TB/s (docs/kernels.md).
+LEAST_SHARE = 0.6
+
+# What finds tokens their experts, and their way there and back, is under this name in a program.
+ROUTING = "routing"
 # gate and up [E D F], down [E F D].
 type Kernels = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -46,6 +52,7 @@ class Tiles(NamedTuple):
         return len(self.choice_of_slot)
 
 
+@jax.named_scope(ROUTING)
 def tiles_of(experts: Int[Array, " R"], *, num_experts: int, most_choices: int) -> Tiles:
     """Give every choice a row, grouped by expert, each group padded to whole tiles.
 
@@ -119,10 +126,42 @@ def outputs_here(
     """Return what each row's experts make of it, all of them on this device."""
     tiles = tiles_of(experts.reshape(-1), num_experts=len(kernels[0]), most_choices=experts.size)
     out = swiglu(in_tiles(rows, tiles), kernels, tiles)
-    picked = moved(out, tiles.slot_of_choice, tiles.choice_of_slot[:, None])
-    return picked.reshape(*experts.shape, -1)
+    with jax.named_scope(ROUTING):
+        picked = moved(out, tiles.slot_of_choice, tiles.choice_of_slot[:, None])
+        return picked.reshape(*experts.shape, -1)
 
 
+def outputs_of_all(
+    rows: Float[Array, "R D"], experts: Int[Array, "R A"], kernels: Kernels
+) -> Float[Array, "R A D"]:
+    """Return what each row's experts make of it, every expert having multiplied every row.
+
+    For few rows that touch most experts: nothing is sorted or moved, and each matrix is read once,
+    as it lies.
+    """
+    gate, up, down = kernels
+    rows_ERD = jnp.broadcast_to(rows[None], (len(gate), *rows.shape))
+    hidden = nnx.silu(batched_product(rows_ERD, gate)) * batched_product(rows_ERD, up)
+    out_ERD = batched_product(hidden, down)
+    return out_ERD[experts, jnp.arange(len(rows))[:, None]]
+
+
+def touches_most(num_rows: int, num_choices: int, *, num_experts: int) -> bool:
+    """Return whether rows are few, and touch so many experts that reading all of them is faster."""
+    share = 1.0 - (1.0 - num_choices / num_experts) ** num_rows
+    return num_rows <= TILE_ROWS and share >= LEAST_SHARE
+
+
+def batched_product(
+    rows: Float[Array, "E R K"], kernels: Float[Array, "E K N"]
+) -> Float[Array, "E R N"]:
+    """Return each expert's product with its rows; sums are float32."""
+    full = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    out = jnp.matmul(rows, kernels, precision=full, preferred_element_type=jnp.float32)
+    return out.astype(rows.dtype)
+
+
+@jax.named_scope(ROUTING)
 def in_tiles(rows: Float[Array, "R D"], tiles: Tiles) -> Float[Array, "S D"]:
     """Return a copy of each row for each of its choices, at its place in the tiles."""
     places = tiles.slot_of_choice.reshape(len(rows), -1)
@@ -145,7 +184,8 @@ def tile_product(
     """
     if hardware.current().platform in GROUPED_PLATFORMS:
         precision = "float32" if rows.dtype == jnp.float32 else "bfloat16"
-        return grouped_matmul(rows, kernels, group_sizes=tiles.rows_of_expert, precision=precision)
+        sizes = tiles.rows_of_expert
+        return grouped_matmul(rows, kernels, group_sizes=sizes, precision=precision, in_tiles=True)
     num_used = tiles.rows_of_expert.sum() // TILE_ROWS
     in_tiles = rows.reshape(-1, TILE_ROWS, rows.shape[1])
     out = _tile_loop(in_tiles, kernels, tiles.expert_of_tile, num_used)

@@ -1,6 +1,9 @@
 """A matmul with named dims on both sides, in the format its path asks for."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +11,18 @@ from flax import nnx
 
 from jaxfound.config.precision import Format
 from jaxfound.models.execution import Execution
-from jaxfound.models.layers.parameter import Dims, names, weight
-from pallas_kernels.linear import linear
+from jaxfound.models.layers.parameter import Dims, names, sizes, weight
+from pallas_kernels.formats import Quantized
+from pallas_kernels.linear import linear, quantized_linear
+
+
+@runtime_checkable
+class OwnProduct(Protocol):
+    """A kernel that brings its own product, as measurements of number formats do."""
+
+    def multiply(self, layer: "Linear", x: jax.Array) -> jax.Array:
+        """Return x [..., *inputs] times the kernel of `layer`, [..., *outputs]."""
+        ...
 
 
 class Linear(nnx.Module):
@@ -35,23 +48,53 @@ class Linear(nnx.Module):
         self.kernel = weight(rngs, inputs + outputs, std=std)
         self.num_inputs = len(inputs)
         self.dims = names(inputs + outputs)
+        self.out_sizes = sizes(outputs)
         self.rules = execution.rules
-        self.format: Format = execution.format_of(path)
+        self.path = path
+        # Of a stack: what holds for all its layers; `segments_of` adds what holds for some.
+        self.format: Format = execution.precision.format_of(path)
         self.dtype = execution.dtype
-        # A float32 product in a bfloat16 model gets its weights unrounded.
-        self.weight_dtype = jnp.dtype("float32") if self.format == "float32" else execution.dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x [..., *inputs] times the kernel, [..., *outputs]."""
-        return apply_kernel(self, x, self.kernel[...])
+        """Return x [..., *inputs] times the kernel, [..., *outputs].
+
+        Serving keeps kernels with an fp8 rule quantised, transposed to [N, K].
+        """
+        kernel = self.kernel.get_value()
+        if isinstance(kernel, Quantized):
+            rows = x.shape[: x.ndim - self.num_inputs]
+            y = quantized_linear(x.reshape(*rows, kernel.columns), kernel)
+            return y.reshape(*rows, *self.out_sizes).astype(self.dtype)
+        if isinstance(kernel, OwnProduct):
+            return kernel.multiply(self, x)
+        return apply_kernel(self, x, kernel, format=self.format)
 
 
-def apply_kernel(layer: Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiply by `kernel` in the layer's format, flattening the named dims into M K N."""
+def weight_dtype(format: Format, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the format in which weights come to a product in `format` of a model in `dtype`."""
+    # A float32 product in a bfloat16 model gets its weights unrounded.
+    return jnp.dtype("float32") if format == "float32" else dtype
+
+
+def apply_kernel(layer: Linear, x: jax.Array, kernel: jax.Array, *, format: Format) -> jax.Array:
+    """Multiply by `kernel` in `format`, flattening the named dims into M K N."""
+    return in_rows(layer, x, kernel, partial(linear, precision=format), format=format)
+
+
+def in_rows(
+    layer: Linear,
+    x: jax.Array,
+    kernel: jax.Array,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    format: Format,
+) -> jax.Array:
+    """Return the `product` of x as [rows, K] and the kernel as [K, N], with the named dims back."""
     n = layer.num_inputs
     # Cast before the gather: half the bytes cross the wire.
-    w = layer.rules.gather(kernel.astype(layer.weight_dtype), *layer.dims)
+    cast = kernel.astype(weight_dtype(format, layer.dtype))
+    w = layer.rules.gather(cast, *layer.dims)
     rows, outs = x.shape[: x.ndim - n], w.shape[n:]
     k = math.prod(w.shape[:n])
-    y = linear(x.reshape(*rows, k), w.reshape(k, -1), precision=layer.format)
+    y = product(x.reshape(*rows, k), w.reshape(k, -1))
     return y.reshape(*rows, *outs).astype(layer.dtype)

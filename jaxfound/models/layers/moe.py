@@ -15,6 +15,7 @@ from jaxfound.config.model import ModelConfig
 from jaxfound.config.parallel import AxisName
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.expert_parallel import outputs_of_choices
+from jaxfound.models.layers.expert_tiles import ROUTING
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.parameter import weight
 from jaxfound.models.layers.router import LoadStats, Router, load_stats
@@ -57,6 +58,8 @@ class Experts(nnx.Module):
         x: Float[Array, "B T D"],
         experts: Int[Array, "B T A"],
         weights: Float[Array, "B T A"],
+        *,
+        decoding: bool = False,
     ) -> Float[Array, "B T D"]:
         """Return each token's weighted sum over its experts, where the residual stream lies."""
         rules = self.execution.rules
@@ -68,7 +71,12 @@ class Experts(nnx.Module):
             self._held(k, d) for k, d in zip((self.gate, self.up, self.down), dims, strict=True)
         ]
         mix = rules.on_each_device(
-            partial(partial_mix, fsdp_dims=tuple(h.fsdp_dim for h in held), cut=cut),
+            partial(
+                partial_mix,
+                fsdp_dims=tuple(h.fsdp_dim for h in held),
+                cut=cut,
+                decoding=decoding,
+            ),
             takes=(rows, rows, rows, *(h.spec for h in held)),
             gives=rules.activation_spec(("batch", STREAM_SEQ, None)) if cut else rows,
         )
@@ -111,14 +119,17 @@ class MixtureOfExperts(nnx.Module):
         self.rules = execution.rules
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, real: Bool[Array, "B T"]
+        self, x: Float[Array, "B T D"], *, real: Bool[Array, "B T"], decoding: bool = False
     ) -> tuple[Float[Array, "B T D"], LoadStats]:
         """Return the mix, where the residual stream lies, and the load.
 
-        Tokens that are not `real` count in neither.
+        Args:
+            real: tokens that count in the load.
+            decoding: whether reading the weights is what takes the time.
         """
-        routing = self.router(x)
-        mixed = self.experts(x, routing.experts, routing.weights)
+        with jax.named_scope(ROUTING):
+            routing = self.router(x)
+        mixed = self.experts(x, routing.experts, routing.weights, decoding=decoding)
         if self.shared is not None:
             mixed = mixed + to_stream(self.shared(x), self.rules)
         return in_stream(mixed, self.rules), load_stats(routing, real=real, cfg=self.cfg)
@@ -131,6 +142,7 @@ def partial_mix(
     *held: jax.Array,
     fsdp_dims: tuple[int | None, ...],
     cut: bool,
+    decoding: bool,
 ) -> Float[Array, "B _ D"]:
     """Return `mix_experts` of a device's tokens, its channels F summed with the other devices'.
 
@@ -138,7 +150,7 @@ def partial_mix(
         cut: whether each device along tensor is left the sums of its part of the tokens alone.
     """
     kernels = [whole(copy[0], dim) for copy, dim in zip(held, fsdp_dims, strict=True)]
-    mixed = mix_experts(x, experts, weights, *kernels)
+    mixed = mix_experts(x, experts, weights, *kernels, decoding=decoding)
     if cut:
         return jax.lax.psum_scatter(mixed, "tensor", scatter_dimension=1, tiled=True)
     return sum_over(mixed, "tensor")
@@ -162,6 +174,8 @@ def mix_experts(
     gate: Float[Array, "E D F"],
     up: Float[Array, "E D F"],
     down: Float[Array, "E F D"],
+    *,
+    decoding: bool = False,
 ) -> Float[Array, "B T D"]:
     """Compute every expert on the tokens that chose it; no token is dropped.
 
@@ -169,10 +183,11 @@ def mix_experts(
     those of all devices along the `expert` axis.
     """
     tokens, chosen = x.reshape(-1, x.shape[2]), experts.reshape(-1, experts.shape[2])
-    outputs = outputs_of_choices(tokens, chosen, (gate, up, down))
+    outputs = outputs_of_choices(tokens, chosen, (gate, up, down), decoding=decoding)
     return combine(outputs, weights.reshape(chosen.shape), chosen).reshape(x.shape)
 
 
+@jax.named_scope(ROUTING)
 def combine(
     outputs: Float[Array, "M A D"], weights: Float[Array, "M A"], experts: Int[Array, "M A"]
 ) -> Float[Array, "M D"]:

@@ -120,7 +120,7 @@ def walk_adding(
     """
     count = chunk.num_layers
     order, unroll = jnp.arange(count), layers.unroll(count)
-    run = rematerialize(layers.run, layers.remat, in_loop=unroll < count)
+    run = rematerialize(layers.run, layers.remat, in_loop=unroll < count, drops_moves=True)
 
     def of_layer(params: Tree, fixed: Tree, x: jax.Array, piece: Tree) -> tuple[tuple, Tree]:
         y, loss, report = run(params, fixed, x, piece)
@@ -161,7 +161,7 @@ def walk_apart(layers: Layers, params: Tree, fixed: Tree, x: jax.Array, piece: T
         x: input of the first.
         piece: the micro-batch.
     """
-    run = rematerialize(layers.run, layers.remat, in_loop=False)
+    run = rematerialize(layers.run, layers.remat, in_loop=False, drops_moves=True)
 
     def one(x: jax.Array, at: tuple[Tree, Tree]) -> tuple[jax.Array, tuple]:
         y, loss, report = run(*at, x, piece)
