@@ -137,6 +137,11 @@ class Bins:
         """Slots of a row."""
         return self.tokens.shape[1]
 
+    @property
+    def most_pieces(self) -> int:
+        """Most pieces that a row holds, which is its largest segment id."""
+        return int(np.diff(self.piece_offsets).max(initial=0))
+
     def documents(self, row: int) -> tuple[int, ...]:
         """Return the documents of one row, in the order of their segments."""
         begin, end = self.piece_offsets[row : row + 2]

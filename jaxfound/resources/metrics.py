@@ -5,7 +5,7 @@ NaN and infinity are the words "NaN", "Infinity", "-Infinity", so every line is 
 `read_metrics` turns them back into floats.
 
 A run that resumes from step R writes `event="resume", step=R`. It repeats the steps after R, so
-every earlier record with a step above R is superseded.
+every earlier record with a step above R is superseded. One that had saved nothing resumes from 0.
 """
 
 import json

@@ -1,11 +1,12 @@
 """Which backend JAX will start, decided without starting one."""
 
 import os
+import platform
 import subprocess
 import sys
 from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ CUDA_PLUGINS = frozenset({"xla_cuda12", "xla_cuda13"})
 # Threads of the CPU backend for each virtual device: one may wait in a collective while another
 # must run the partner it waits for.
 THREADS_PER_VIRTUAL_DEVICE = 4
+# Packages that decide what a run computes, and how fast.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def default_to_cpu(*, devices: Path = Path("/dev")) -> bool:
@@ -70,6 +73,15 @@ def use_virtual_cpus(num_devices: int, *, alone: bool = False) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
+def leave_a_core() -> None:
+    """Let the CPU backend compute on all cores but one; call it before any backend starts.
+
+    No effect where JAX was not told to run on the CPU: an accelerator's host has cores to spare.
+    """
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        os.environ.setdefault("NPROC", str(max(1, (os.cpu_count() or 1) - 1)))
+
+
 def use_compile_cache(directory: Path) -> None:
     """Keep compiled programs in `directory`, unless a cache was chosen already."""
     import jax
@@ -88,6 +100,11 @@ def source_commit() -> str:
         return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions that a record of a measurement names: of Python and of `PACKAGES`."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def driver_version() -> str:

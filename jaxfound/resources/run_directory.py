@@ -25,6 +25,16 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def planned(self) -> Path:
+        """What the plan said beside what the first steps measured, JSON."""
+        return self.path / "planned.json"
+
+    @property
+    def starts(self) -> Path:
+        """What each start of the run trained with, a JSON record a line."""
+        return self.path / "starts.jsonl"
+
+    @property
     def goodput(self) -> Path:
         """Where the seconds went, a JSON record a line."""
         return self.path / "goodput.jsonl"

@@ -90,6 +90,12 @@ class Topology:
         row = hardware.HARDWARE.get(hardware.ALIASES.get(self.device_kind, self.device_kind))
         return {} if row is None or row.platform == "cpu" else row.peak_flops
 
+    @property
+    def memory_bps(self) -> float:
+        """Published bytes/s of one device's memory; 0 where none are."""
+        row = hardware.HARDWARE.get(hardware.ALIASES.get(self.device_kind, self.device_kind))
+        return 0.0 if row is None or row.platform == "cpu" else row.memory_bps
+
     def text(self) -> str:
         """Return what there is, a line for the devices and one for each kind of link."""
         one = self.hosts == 1

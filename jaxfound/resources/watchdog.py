@@ -125,6 +125,9 @@ class Watchdog:
         self.stop.look()
         if self.stop.nothing_done:
             log.warning("job.stopped_before_first_step")
+            if self.plane.is_first:
+                # It keeps the keys: the others have yet to read that all have agreed.
+                linger(self.plane)
             self.end(Exit.PREEMPTED)
         self._end_hang(beat)
 

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxfound.communication.program import read_program
 from jaxfound.communication.work import Peaks
+from jaxfound.config.layer_formats import check_precision
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
-from jaxfound.models import check_precision, describe, execution_of
+from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh
 from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.resources.platform import use_virtual_cpus
 from jaxfound.resources.topology import Device, Topology
+from jaxfound.training.batches import batch_like, documents_of
 from jaxfound.training.buffers import DUMP_FOLDER, DUMP_OPTIONS, largest_buffers
 from jaxfound.training.compiled_step import CompiledStep, Memory, Took, compared
 from jaxfound.training.compiled_traffic import notes_of, sent_in
@@ -216,18 +217,18 @@ def compiled_text(
 def abstract_step(
     cfg: RunConfig, plan: ParallelPlan, mesh: Mesh
 ) -> tuple[OnMesh[[TrainState, Batch], Any], TrainState, Batch]:
-    """Return the jitted step of a run and its arguments as shapes with shardings."""
+    """Return the jitted step of a run and its arguments as shapes with shardings.
+
+    Of data that is not there yet it expects rows whose documents all have places in attention.
+    """
     table = describe(cfg.model)
     check_precision(cfg.precision, table)
-    frame = Frame(cfg.model, execution=execution_of(plan, cfg.precision))
+    execution = execution_of(plan, cfg.precision, documents=documents_of(cfg, most_pieces=1))
+    frame = Frame(cfg.model, execution=execution)
     tx = make_optimizer(cfg.optimizer, table, rules=plan.rules)
     options = options_for(plan, mesh.devices.flat[0].device_kind)
     step = make_train_step(cfg, frame, tx, schedule=make_schedule(cfg), mesh=mesh, options=options)
-    rows = (cfg.train.batch_size, cfg.train.seq_len)
-    place = batch_sharding(frame, mesh)
-    numbers = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=place)
-    mask = jax.ShapeDtypeStruct(rows, jnp.bool_, sharding=place)
-    batch = Batch(numbers, numbers, numbers, numbers, loss_mask=mask)
+    batch = batch_like(cfg, batch_sharding(frame, mesh))
     return step, abstract_train_state(frame, tx, mesh=mesh), batch
 
 

@@ -6,8 +6,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
+from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
+from jaxfound.models.execution import Documents
 from jaxfound.parallelism.context import arranged, context_degree, places_of
+from pallas_kernels.flash_attention.op import default_max_segments
 
 
 def local_rows(sharding: NamedSharding, batch_size: int, *, seq_len: int) -> slice:
@@ -36,6 +39,28 @@ def to_devices(batch: Batch, sharding: NamedSharding, *, batch_size: int) -> Bat
         return jax.make_array_from_process_local_data(sharding, rows, whole)
 
     return Batch(*(put(field) for field in batch))
+
+
+def batch_like(cfg: RunConfig, sharding: NamedSharding) -> Batch:
+    """Return a run's batch as shapes [batch_size T] with their sharding."""
+    rows = (cfg.train.batch_size, cfg.train.seq_len)
+    numbers = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=sharding)
+    mask = jax.ShapeDtypeStruct(rows, jnp.bool_, sharding=sharding)
+    return Batch(numbers, numbers, numbers, numbers, loss_mask=mask)
+
+
+def documents_of(cfg: RunConfig, *, most_pieces: int) -> Documents:
+    """Return how attention keeps the documents of a run's rows apart.
+
+    The data room leaves them as runs with padding last, so it vouches for rows that have a place
+    for each; where one has more, every call looks.
+
+    Args:
+        most_pieces: documents, or pieces of them, in the fullest row.
+    """
+    if cfg.train.documents == "joined":
+        return "joined"
+    return "checked" if most_pieces <= default_max_segments(cfg.train.seq_len) else "runs"
 
 
 def arranged_for_context(batch: Batch) -> tuple[Batch, Int[Array, " T"] | None]:

@@ -14,12 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxfound.config.layer_formats import check_precision
 from jaxfound.config.precision import PrecisionConfig
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.data.text_rows import TextRows, edges_of, read_texts, rows_of
 from jaxfound.data.tokenizer import check_vocabulary, load_tokenizer
-from jaxfound.models import check_precision, describe, execution_of
+from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.models.layers.embedding import logits_of
 from jaxfound.parallelism import build_mesh, make_plan

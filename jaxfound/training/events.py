@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "plan", "resume", "step", "train", "eval", "checkpoint", "save_skipped", "uploaded", "stored",
-    "upload_failed", "non_finite", "straggler", "stopped", "finished",
+    "plan", "planned", "resume", "step", "train", "eval", "checkpoint", "save_skipped", "uploaded",
+    "stored", "upload_failed", "non_finite", "demoted", "straggler", "stopped", "finished",
 ]  # fmt: skip
-# One a step would drown the file: steps are for progress bars, `train` is their sample.
-UNRECORDED: frozenset[Kind] = frozenset({"plan", "step"})
+# One a step would drown the file: steps are for progress bars, `train` is their sample. What was
+# planned has a file of its own.
+UNRECORDED: frozenset[Kind] = frozenset({"plan", "planned", "step"})
 
 
 class Event(NamedTuple):
@@ -30,4 +31,13 @@ class TrainingError(RuntimeError):
 
 
 class NonFiniteError(TrainingError):
-    """A step gave NaN or infinity; the state before it and its batch are saved."""
+    """A step gave NaN or infinity; the state before it and its batch are saved.
+
+    Args:
+        message: what happened.
+        step: number of the step.
+    """
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step

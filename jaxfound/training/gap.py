@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -202,21 +202,47 @@ def score_of(precision: PrecisionConfig, nats: float, rows: TextRows) -> Score:
     )
 
 
-def gap_of(tally: Tally, rows: TextRows) -> Gap:
-    """Return how far the second model is from the first."""
-    extra_P, counts_P = tally.nats[1] - tally.nats[0], rows.lengths.astype(np.float64)
+@dataclass(frozen=True)
+class Rise:
+    """By how much a loss is higher on the same tokens.
+
+    Attributes:
+        loss_increase: nats a token.
+        low: lower end of its 95 % interval; -inf if there is one unit alone.
+        high: upper end.
+        unit: what the bootstrap draws.
+        num_units: how many of them there are.
+    """
+
+    loss_increase: float
+    low: float
+    high: float
+    unit: Unit
+    num_units: int
+
+
+def rise_of(extra: np.ndarray, rows: TextRows) -> Rise:
+    """Return the rise of a loss, nats a token, and its 95 % interval.
+
+    Args:
+        extra: by how much each piece costs more, nats [P].
+        rows: the text.
+    """
     _, document_P = np.unique(rows.documents, return_inverse=True)
     by_document = int(document_P.max()) + 1 >= MIN_DOCUMENTS
-    unit_P = document_P if by_document else np.arange(len(extra_P))
-    counts_U = np.bincount(unit_P, weights=counts_P)
-    low, high = bootstrap(np.bincount(unit_P, weights=extra_P), counts_U)
+    unit_P = document_P if by_document else np.arange(len(extra))
+    counts_U = np.bincount(unit_P, weights=rows.lengths.astype(np.float64))
+    low, high = bootstrap(np.bincount(unit_P, weights=extra), counts_U)
+    mean, unit = float(extra.sum()) / rows.num_tokens, "documents" if by_document else "pieces"
+    return Rise(mean, low, high, unit, len(counts_U))
+
+
+def gap_of(tally: Tally, rows: TextRows) -> Gap:
+    """Return how far the second model is from the first."""
+    rise = rise_of(tally.nats[1] - tally.nats[0], rows)
     margins = np.concatenate(tally.flip_margins)
     return Gap(
-        loss_increase=float(extra_P.sum()) / rows.num_tokens,
-        low=low,
-        high=high,
-        unit="documents" if by_document else "pieces",
-        num_units=len(counts_U),
+        **asdict(rise),
         agreement=1 - len(margins) / rows.num_tokens,
         mean_kl=tally.kl / rows.num_tokens,
         max_kl=tally.max_kl,

@@ -42,6 +42,19 @@ DENSE = (
     "model.embed_dim=2048 model.num_layers=24 model.num_heads=16 model.gqa.num_kv_heads=16 "
     "model.ffn_dim=5632 model.vocab_size=32000 train.seq_len=4096"
 )
+# configs/dense-1.3b.yaml and configs/dense-2.7b.yaml.
+WHOLE = (
+    "model.vocab_size=50304 model.tie_embeddings=true model.rope.theta=10000.0 train.loss_chunk=0 "
+    "train.documents=joined parallel.layers_per_scan_step=all"
+)
+PEER_13 = (
+    f"{WHOLE} model.embed_dim=2048 model.num_layers=24 model.num_heads=16 "
+    "model.gqa.num_kv_heads=16 model.ffn_dim=5632 train.seq_len=2048 train.batch_size=16"
+)
+PEER_27 = (
+    f"{WHOLE} model.embed_dim=2560 model.num_layers=32 model.num_heads=20 "
+    "model.gqa.num_kv_heads=20 model.ffn_dim=6912 train.seq_len=4096 train.batch_size=4"
+)
 STAGES = (
     "model.num_layers=8 model.vocab_size=4096 train.seq_len=4096 train.batch_size=16 "
     "parallel.num_microbatches=16 parallel.remat=full parallel.pipeline=2"
@@ -56,6 +69,8 @@ CASES: Mapping[str, Case] = {
         "1:h200",
         f"{DENSE} train.batch_size=8 parallel.num_microbatches=2 parallel.remat=matmul_outputs",
     ),
+    "1.3 B, whole logits": Case("llama3-8b", "1:h200", PEER_13),
+    "2.7 B, whole logits": Case("llama3-8b", "1:h200", PEER_27),
     **{
         f"dense, fsdp 8, ZeRO {stage}": Case(
             "llama3-8b",

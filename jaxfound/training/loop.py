@@ -48,6 +48,9 @@ class Parts(NamedTuple):
         host_batch: the batch of a step on the host, for the record of a bad one.
         to_saved: turns a state into what a checkpoint holds.
         stragglers: the processes that hold up the others, asked after each step.
+        demote: what to go on with after a step that was not finite, given the state and the
+            number of that step; None where nothing is demoted, or where nothing can be.
+        demoted: patterns of what has left fp8 so far, the newest first.
     """
 
     step: TrainStep
@@ -57,6 +60,12 @@ class Parts(NamedTuple):
     host_batch: Callable[[int], Batch]
     to_saved: Callable[[TrainState], TrainState] = lambda state: state
     stragglers: Callable[[int], tuple[Straggler, ...]] = none_slow
+    demote: "Demote | None" = None
+    demoted: tuple[str, ...] = ()
+
+
+# Parts with other formats, or the same ones where the step is finite by now; None for no cause.
+type Demote = Callable[[TrainState, int], Parts | None]
 
 
 @dataclass
@@ -97,7 +106,7 @@ def fit(
     dispatch: Phase = "compile"
     while done < steps and not asked:
         state, metrics = advance(state, parts, pulse=pulse, phase=dispatch)
-        done, dispatch = done + 1, "dispatch"
+        done += 1
         pulse.enter("loop", step=done)
         reach("step")
         watch.timer.dispatched(done, now=clock())
@@ -106,6 +115,11 @@ def fit(
         evaluates, saves = due(cfg, done)
         pauses = evaluates or saves or bool(asked)
         bad = yield from drain(cfg, watch, parts, leave=0 if pauses else 1, directory=directory)
+        before = parts
+        bad, parts = yield from without_cause(
+            cfg, state, parts, watch, bad=bad, directory=directory
+        )
+        dispatch = "dispatch" if parts is before else "compile"
         if evaluates and parts.evaluate is not None and bad is None:
             pulse.enter("eval")
             yield held_out(parts.evaluate(state), step=done)
@@ -119,15 +133,20 @@ def fit(
         if pauses:
             watch.timer.restart(now=clock())
     pulse.enter("save")
+    yield from ended(cfg, parts, done=done, asked=asked)
+    return state
+
+
+def ended(cfg: RunConfig, parts: Parts, *, done: int, asked: str) -> Iterator[Event]:
+    """Wait for what is still being saved, and tell how the run ended."""
     parts.checkpoints.wait()
-    if done == steps:
+    if done == cfg.train.steps:
         parts.checkpoints.finish_uploads(limit_s=cfg.checkpoint.upload_wait_s)
     yield from committed(parts)
-    if done < steps:
-        yield Event("stopped", done, {"signal": asked, "steps": steps})
+    if done < cfg.train.steps:
+        yield Event("stopped", done, {"signal": asked, "steps": cfg.train.steps})
     else:
         yield Event("finished", done, {})
-    return state
 
 
 def advance(
@@ -157,6 +176,35 @@ def drain(
     while len(watch.pending) > leave:
         bad = (yield from finish(cfg, watch, parts, directory=directory)) or bad
     return bad
+
+
+def without_cause(
+    cfg: RunConfig,
+    state: TrainState,
+    parts: Parts,
+    watch: Watch,
+    *,
+    bad: NonFiniteError | None,
+    directory: RunDirectory,
+) -> Generator[Event, None, tuple[NonFiniteError | None, Parts]]:
+    """Return the parts that go on after a step that was not finite, or the error that ends the run.
+
+    What is in flight is finished first: it computes in the formats of before.
+    """
+    if bad is None or parts.demote is None:
+        return bad, parts
+    again = yield from drain(cfg, watch, parts, leave=0, directory=directory)
+    watch.pulse.enter("compile", step=int(state.step))
+    changed = parts.demote(state, bad.step)
+    watch.timer.restart(now=watch.clock())
+    if changed is None or watch.skipped_in_row >= cfg.train.max_skipped:
+        return again or bad, parts
+    patterns = changed.demoted[: len(changed.demoted) - len(parts.demoted)]
+    if patterns:
+        reason = f"step {bad.step} is not finite with these in fp8, and is without"
+        values = {"patterns": list(patterns), "format": cfg.precision.compute, "reason": reason}
+        yield Event("demoted", int(state.step), {**values, "bad_step": bad.step})
+    return None, changed
 
 
 def held_out(result: EvalResult, *, step: int) -> Event:
@@ -192,14 +240,15 @@ def finish(
 
 def verdict(cfg: RunConfig, skipped_in_row: int, *, step: int, path: Path) -> NonFiniteError | None:
     """Return the error that ends the run after a bad step, or None to go on."""
-    limit = 1 if cfg.train.non_finite == "stop" else cfg.train.max_skipped
+    limit = cfg.train.max_skipped if cfg.train.non_finite == "skip" else 1
     if skipped_in_row < limit:
         return None
     return NonFiniteError(
         f"step {step}: loss or gradient is not finite ({skipped_in_row} in a row; "
         f"train.non_finite={cfg.train.non_finite}, max_skipped={cfg.train.max_skipped}). Its "
         f"update was not applied, the state is saved, its batch is in {path}. Lower "
-        "optimizer.learning_rate, look at the batch, or go on with train.non_finite=skip"
+        "optimizer.learning_rate, look at the batch, or go on with train.non_finite=skip",
+        step=step,
     )
 
 
@@ -231,6 +280,7 @@ def save(
         "seq_len": cfg.train.seq_len,
         "seed": cfg.seed,
         "optimizer": cfg.optimizer.name,
+        **({"demoted": list(parts.demoted)} if parts.demoted else {}),
     }
     parts.checkpoints.save(step, parts.to_saved(state)._asdict(), metadata, must=must)
     yield from committed(parts)

@@ -23,6 +23,7 @@ from jaxfound.parallelism.pipeline.schedule import ScheduleError
 from jaxfound.parallelism.pipeline.ticks import lockstep
 from jaxfound.resources.topology import Device, Topology
 from jaxfound.training.aot import abstract_step, memory_of
+from jaxfound.training.batches import documents_of
 from jaxfound.training.compiled_step import compared
 from jaxfound.training.events import TrainingError
 from jaxfound.training.optimizer import make_optimizer, optimizer_slots
@@ -196,7 +197,8 @@ def timed_steps(
         step, state_like, batch_like = abstract_step(cfg, plan, mesh)
         compiled = step.lower(state_like, batch_like).compile()
     compile_s = time.perf_counter() - began_s
-    frame = Frame(cfg.model, execution=execution_of(plan, cfg.precision))
+    execution = execution_of(plan, cfg.precision, documents=documents_of(cfg, most_pieces=1))
+    frame = Frame(cfg.model, execution=execution)
     tx = make_optimizer(cfg.optimizer, table, rules=plan.rules)
     state = create_train_state(frame, tx, seed=cfg.seed, mesh=mesh)
     batch = jax.device_put(random_tokens(cfg), batch_sharding(frame, mesh))

@@ -1,10 +1,8 @@
 """What timing pipeline schedules found, as plain data: rows, their sums, how each is worked out."""
 
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,9 +13,9 @@ from jaxfound.parallelism.pipeline.facts import RECOMPUTED, Pipeline
 from jaxfound.parallelism.pipeline.schedule import Step
 from jaxfound.parallelism.pipeline.simulate import Costs, Number
 from jaxfound.parallelism.pipeline.ticks import place_ticks
+from jaxfound.resources.platform import package_versions
 from jaxfound.resources.topology import Device
 from jaxfound.training.compiled_step import Compared, Memory
-from jaxfound.training.measure import PACKAGES
 
 FORMAT_VERSION = 1
 # Steps before the timed ones: the first allocates, and the second is still behind it.
@@ -186,7 +184,7 @@ def as_record(
         "format_version": FORMAT_VERSION,
         "commit": commit,
         "date": date,
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in PACKAGES}},
+        "versions": package_versions(),
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "config": cfg.name,

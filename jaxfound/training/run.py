@@ -1,9 +1,10 @@
 """A training run from its config: plan, mesh, data, model, state, loop."""
 
+import json
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
@@ -12,44 +13,40 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxfound.config.load import load as load_config
+from jaxfound.config.layer_formats import check_precision
 from jaxfound.config.load import save as save_config
 from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.config.schema import ConfigError
 from jaxfound.data import BinLoader, Prepared, load_tokenizer
-from jaxfound.models import check_precision, describe, execution_of
+from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.control import ControlPlane
 from jaxfound.resources.launch.place import Place
-from jaxfound.resources.metrics import MetricsWriter
+from jaxfound.resources.metrics import RESUME, MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device, Topology
-from jaxfound.training.batches import local_rows, to_devices
+from jaxfound.training.batches import batch_like, documents_of, local_rows, to_devices
 from jaxfound.training.checkpoints import open_checkpoints
 from jaxfound.training.compiler_flags import options_for
+from jaxfound.training.continues import check_continues
+from jaxfound.training.demote import make_demote, with_demoted
 from jaxfound.training.evaluate import EvalResult, make_evaluate
 from jaxfound.training.events import UNRECORDED, Event, TrainingError
+from jaxfound.training.forecast import make_check, with_check
 from jaxfound.training.job import Job, Paces, meet, open_job, prepare_once
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.saved import SavedForm
+from jaxfound.training.starts import record_start
 from jaxfound.training.state import TrainState, create_train_state
 from jaxfound.training.step import TrainStep, batch_sharding, make_train_step
 from jaxfound.training.time_ledger import TimeLedger, TimeLedgerFile
 
 log = logging.getLogger(__name__)
-
-# Keys that decide which tokens a step sees or what the arrays are: a resumed run that changed
-# one would repeat data, skip data, or load a different model.
-FIXED_KEYS = (
-    "seed", "model", "optimizer.name", "train.batch_size", "train.seq_len", "data.source",
-    "data.tokenizer", "data.text_field", "data.on_bad_record", "data.eval_fraction",
-    "data.packing", "data.order",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,15 @@ class Run:
     def saved(self) -> SavedForm:
         """How the state is kept in checkpoints."""
         return SavedForm(self.frame, self.tx, mesh=self.mesh)
+
+    def demoted(self, patterns: Sequence[str]) -> "Run":
+        """Return the run with these operations in the compute format; nothing stored changes."""
+        if not patterns:
+            return self
+        precision = with_demoted(self.cfg.precision, patterns)
+        cfg = self.cfg.model_copy(update={"precision": precision})
+        execution = replace(self.frame.execution, precision=precision)
+        return replace(self, cfg=cfg, frame=Frame(cfg.model, execution=execution))
 
     def explain(self) -> str:
         """Return what the run will do, a line each."""
@@ -123,15 +129,19 @@ def start(
     for check in check_host(directory.path, needed_bytes=needed_bytes):
         if not check.ok:
             raise TrainingError(check.text())
+    prepared = prepare_once(plane, cfg, tokenizer)
+    held_out = () if prepared.eval is None else (prepared.eval,)
+    fullest = max(split.most_pieces for split in (prepared.train, *held_out))
+    execution = execution_of(plan, cfg.precision, documents=documents_of(cfg, most_pieces=fullest))
     return Run(
         cfg=cfg,
         directory=directory,
         table=table,
         plan=plan,
         mesh=build_mesh(plan, devices=devices),
-        frame=Frame(cfg.model, execution=execution_of(plan, cfg.precision)),
+        frame=Frame(cfg.model, execution=execution),
         tx=make_optimizer(cfg.optimizer, table, rules=plan.rules),
-        prepared=prepare_once(plane, cfg, tokenizer),
+        prepared=prepared,
     )
 
 
@@ -189,7 +199,7 @@ def trained(
     ledger = TimeLedger()
     job.pulse.hears = ledger.hear
     if job.plane.is_first:
-        check_continues(cfg)
+        check_continues(cfg, run_directory(cfg).config)
     meet(job.plane)
     run = start(cfg, devices=devices, plane=job.plane)
     yield Event("plan", 0, {"text": run.explain()})
@@ -207,7 +217,9 @@ def trained(
             return
         job.pulse.enter("restore")
         state = restore(run, checkpoints)
-        events = told(run, state, checkpoints, opened=opened, job=job)
+        left_fp8 = () if state is None else demoted_before(cfg, checkpoints, step=int(state.step))
+        run = run.demoted(left_fp8)
+        events = told(run, state, checkpoints, opened=opened, job=job, left_fp8=left_fp8)
         if not job.plane.is_first:
             yield from events
             return
@@ -216,9 +228,18 @@ def trained(
             TimeLedgerFile(run.directory.goodput, ledger, first_step=first_step)
         )
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
+        if state is None and run.directory.metrics.stat().st_size:
+            # An earlier attempt ended before it had saved: its steps are taken again.
+            metrics.write(RESUME, step=0, steps=cfg.train.steps)
         # Saved before the first step, so that a stopped run can always be read back.
-        save_config(cfg, run.directory.config)
+        save_config(run.cfg, run.directory.config)
+        record_start(run.directory, run.prepared.manifest, run.mesh, first_step=first_step)
         for event in events:
+            if event.kind == "planned":
+                run.directory.planned.write_text(json.dumps(event.values, indent=1) + "\n", "utf-8")
+            if event.kind == "demoted":
+                run = run.demoted(cast(list[str], event.values["patterns"]))
+                save_config(run.cfg, run.directory.config)
             if event.kind not in UNRECORDED:
                 metrics.write(event.kind, step=event.step, **event.values)
                 spent.write()
@@ -232,8 +253,13 @@ def told(
     *,
     opened: ExitStack,
     job: Job,
+    left_fp8: tuple[str, ...] = (),
 ) -> Iterator[Event]:
-    """Yield the events of the run from `state`, or from fresh weights when it is None."""
+    """Yield the events of the run from `state`, or from fresh weights when it is None.
+
+    Args:
+        left_fp8: patterns of what has left fp8 before; the run has them in its rules already.
+    """
     cfg = run.cfg
     job.pulse.enter("compile", step=0 if state is None else int(state.step))
     if state is None:
@@ -243,8 +269,12 @@ def told(
     checkpoints.warm(run.saved.natural(state)._asdict())
     step = train_step_of(run)
     parts = make_parts(run, checkpoints, step=step, first_step=int(state.step), opened=opened)
-    parts = parts._replace(stragglers=Paces(job, every=cfg.watch.straggler_every))
-    yield from fit(cfg, state, parts, stop=job.stop, directory=run.directory, pulse=job.pulse)
+    paces = Paces(job, every=cfg.watch.straggler_every)
+    parts = demoting(run, parts._replace(stragglers=paces, demoted=left_fp8))
+    batch = batch_like(cfg, batch_sharding(run.frame, run.mesh))
+    check = make_check(run.plan, step, state, batch)
+    events = fit(cfg, state, parts, stop=job.stop, directory=run.directory, pulse=job.pulse)
+    yield from with_check(events, check=check, last_step=cfg.train.steps)
 
 
 def first_state(run: Run) -> TrainState:
@@ -278,7 +308,7 @@ def make_parts(
     """Return what the loop drives; the batch stream is closed when `opened` is."""
     cfg = run.cfg
     placed = batch_sharding(run.frame, run.mesh)
-    rows = local_rows(placed, cfg.train.batch_size, seq_len=cfg.train.seq_len)
+    rows = own_rows(run)
     loader = BinLoader(
         run.prepared.train, batch_size=cfg.train.batch_size, seed=cfg.seed, order=cfg.data.order
     )
@@ -298,6 +328,35 @@ def make_parts(
     )
 
 
+def demoting(run: Run, parts: Parts) -> Parts:
+    """Return the parts with the way in which layers leave fp8, where the config asks for one."""
+
+    def rebuilt(patterns: Sequence[str]) -> Parts:
+        new, held_out = run.demoted(patterns), parts.evaluate
+        if held_out is not None:
+            held_out = make_held_out(new, rows=own_rows(new))
+        left = (*patterns, *parts.demoted)
+        return demoting(
+            new, parts._replace(step=train_step_of(new), evaluate=held_out, demoted=left)
+        )
+
+    demote = make_demote(run.frame, parts, cfg=run.cfg, mesh=run.mesh, rebuilt=rebuilt)
+    return parts._replace(demote=demote)
+
+
+def own_rows(run: Run) -> slice:
+    """Return which rows of a batch this process reads."""
+    placed, train = batch_sharding(run.frame, run.mesh), run.cfg.train
+    return local_rows(placed, train.batch_size, seq_len=train.seq_len)
+
+
+def demoted_before(cfg: RunConfig, checkpoints: CheckpointManager, *, step: int) -> tuple[str, ...]:
+    """Return patterns of what had left fp8 at a saved step, where train.non_finite asks for it."""
+    if cfg.train.non_finite != "demote":
+        return ()
+    return tuple(cast(list[str], checkpoints.metadata(step).get("demoted", [])))
+
+
 def train_step_of(run: Run) -> TrainStep:
     """Return the compiled step of a run."""
     schedule = make_schedule(run.cfg)
@@ -315,34 +374,6 @@ def make_held_out(run: Run, *, rows: slice) -> Callable[[TrainState], EvalResult
     loader = BinLoader(bins, batch_size=run.cfg.train.batch_size)
     evaluate = make_evaluate(run.cfg, run.frame, mesh=run.mesh)
     return lambda state: evaluate(state, loader.eval_batches(num, rows=rows))
-
-
-def check_continues(cfg: RunConfig) -> None:
-    """Refuse a config that the run's own earlier config cannot go on as.
-
-    Raises:
-        ConfigError: names each key that would change the data's order or the model.
-    """
-    path = run_directory(cfg).config
-    if not path.exists():
-        return
-    before, now = load_config(path).model_dump(), cfg.model_dump()
-    changed = [key for key in FIXED_KEYS if at(before, key) != at(now, key)]
-    if changed:
-        told = "; ".join(f"{k} was {at(before, k)!r}, is {at(now, k)!r}" for k in changed)
-        raise ConfigError(
-            f"{path.parent} was started with another config: {told}. A resumed run would repeat "
-            "or skip data, or load another model. Give the new run its own name=…, or restore "
-            "these keys"
-        )
-
-
-def at(tree: dict, dotted_key: str) -> object:
-    """Return the value at a dotted key of nested dicts."""
-    value: object = tree
-    for part in dotted_key.split("."):
-        value = cast(dict, value)[part]
-    return value
 
 
 def is_done(cfg: RunConfig, checkpoints: CheckpointManager) -> bool:

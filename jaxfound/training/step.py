@@ -13,6 +13,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.layers.router import updated_bias
+from jaxfound.models.quantized_once import quantized_once, with_quantized
 from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.training.objective import (
     Terms,
@@ -27,6 +28,8 @@ from jaxfound.training.optimizer import Schedule
 from jaxfound.training.pipelined import pipelined_gradients
 from jaxfound.training.state import TrainState, state_shardings
 
+# Scope of the operations that add up the gradients of micro-batches, as profiles show it.
+ACCUMULATION = "accumulation"
 type Grads = dict[str, jax.Array]
 # Numbers of a micro-batch's rows in the global batch; None where nothing depends on them.
 type Rows = Int[Array, " B"] | None
@@ -116,7 +119,8 @@ def gradients(
 
     def objective(params: Grads, piece: Batch, rows: Rows) -> tuple[jax.Array, Terms]:
         drawn = None if noise is None else noise._replace(rows=rows)
-        terms = terms_of(frame.bind(params, state.buffers), piece, cfg=cfg, noise=drawn)
+        model = frame.bind(with_quantized(params, in_8_bit), state.buffers)
+        terms = terms_of(model, piece, cfg=cfg, noise=drawn)
         return objective_of(terms, counts, cfg=cfg), terms
 
     def one(piece: Batch, rows: Rows) -> tuple[Grads, Terms]:
@@ -128,6 +132,7 @@ def gradients(
         return pipelined_gradients(
             state, batch, noise, frame=frame, cfg=cfg, counts=counts, pipelining=pipelining
         )
+    in_8_bit = quantized_once(frame, state.params)
     rows = None if noise is None else noise.rows
     pieces = cfg.parallel.num_microbatches
     if pieces == 1:
@@ -145,8 +150,9 @@ def gradients(
         total: tuple[Grads, Terms], piece: tuple[Batch, Rows]
     ) -> tuple[tuple[Grads, Terms], None]:
         grads, terms = one(*piece)
-        new = jax.tree.map(jnp.add, total, (frame.constrain_grads(grads), terms))
-        return (frame.constrain_grads(new[0]), new[1]), None
+        with jax.named_scope(ACCUMULATION):
+            new = jax.tree.map(jnp.add, total, (frame.constrain_grads(grads), terms))
+            return (frame.constrain_grads(new[0]), new[1]), None
 
     (grads, terms), _ = jax.lax.scan(add, zeros, cut)
     # Pinned behind the loop as well: what comes next would else decide where the sum lies in it.

@@ -23,6 +23,7 @@ from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.resources.topology import Device
+from jaxfound.training.batches import documents_of
 from jaxfound.training.objective import Terms, token_counts
 from jaxfound.training.optimizer import make_optimizer, optimizer_slots
 from jaxfound.training.shrink import Degrees, shrunk
@@ -108,7 +109,11 @@ class Trial:
         slots = optimizer_slots(cfg.optimizer, self.table)
         plan = make_plan(cfg, num_devices, params=self.table, optimizer_slots=slots)
         mesh = build_mesh(plan, devices=devices[:num_devices])
-        frame = Frame(cfg.model, execution=execution_of(plan, cfg.precision))
+        fullest = int(np.max(self.batch.segment_ids))
+        execution = execution_of(
+            plan, cfg.precision, documents=documents_of(cfg, most_pieces=fullest)
+        )
+        frame = Frame(cfg.model, execution=execution)
         tx = make_optimizer(cfg.optimizer, self.table, rules=frame.execution.rules)
         places = state_shardings(frame, tx, mesh=mesh)
         arrays = Arrays(*(jax.tree.map(np.asarray, frame.stored(g)) for g in self.arrays))

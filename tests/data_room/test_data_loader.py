@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,29 @@ def test_the_rows_of_all_processes_are_the_global_batch(loader_of, num_processes
         parts = [loader_of(order=order).batch(step, rows=rows) for rows in slices]
         for whole, *pieces in zip(loader.batch(step), *parts, strict=True):
             np.testing.assert_array_equal(whole, np.concatenate(pieces))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_resumes_with_other_numbers_of_processes_see_the_documents_of_the_straight_run(
+    loader_of, order
+):
+    straight = run(loader_of(order=order), 0, STEPS)
+    edge = edge_of_epoch_1(loader_of(order=order))
+    stops = sorted({0, 1, 7, edge + 1, edge + 2, 20, STEPS})
+    seen = []
+    for turn, (start, stop) in enumerate(pairwise(stops)):
+        seen += joined(loader_of, start, stop, count=(2, 1, 4)[turn % 3], order=order)
+    assert seen == straight
+
+
+def joined(loader_of, start, stop, *, count, order):
+    """What so many processes see from one step to another, each with its share of the rows."""
+    parts = []
+    for process in range(count):
+        rows = slice(process * BATCH // count, (process + 1) * BATCH // count)
+        with loader_of(order=order).batches(start, rows=rows) as batches:
+            parts.append([trace(next(batches)) for _ in range(start, stop)])
+    return [[row for rows in step for row in rows] for step in zip(*parts, strict=True)]
 
 
 def test_a_bigger_batch_continues_the_same_order_of_samples(loader_of):

@@ -8,7 +8,6 @@ import subprocess
 import pytest
 
 from jaxfound.resources.checkpoint import Tiers, uploader
-from jaxfound.resources.logs import LOGGERS
 from tests.resources.hosts import Hosts
 
 
@@ -61,13 +60,10 @@ def mount(tmp_path):
 
 @pytest.fixture
 def handlers_as_before():
-    """Handlers and levels of the loggers are what they were when the test is over."""
+    """The root logger's handlers are what they were when the test is over."""
     root = logging.getLogger()
     handlers = root.handlers[:]
-    levels = {name: logging.getLogger(name).level for name in LOGGERS}
     yield
     for handler in [h for h in root.handlers if h not in handlers]:
         root.removeHandler(handler)
         handler.close()
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)

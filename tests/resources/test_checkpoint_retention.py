@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
+from jaxfound.resources.control import PeerError
 from tests.resources import probe
 
 STATE = {"w": jnp.arange(4.0)}
@@ -75,6 +76,20 @@ def test_every_way_to_finish_raises_a_failed_save(tmp_path, finish):
         pass
     with pytest.raises(CheckpointError, match="No space left"):
         getattr(manager, finish)()
+    manager.close()
+
+
+def test_a_save_that_a_lost_process_ended_says_so_and_blames_no_disk(tmp_path):
+    storage = probe.FullDisk()
+
+    def lost(directory, arrays):
+        raise PeerError("process 0 has ended")
+
+    storage.write = lost
+    manager = CheckpointManager(tmp_path, storage=storage)
+    manager.save(4, STATE, {})
+    with pytest.raises(PeerError, match="process 0 has ended"):
+        manager.wait()
     manager.close()
 
 

@@ -1,3 +1,5 @@
+import os
+import sys
 import threading
 
 import jax
@@ -109,3 +111,22 @@ def test_metadata_that_json_cannot_hold_is_refused(tmp_path, value):
         pytest.raises(CheckpointError, match="metadata"),
     ):
         manager.save(1, {"a": jnp.ones(2)}, {"value": value})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there threads have priorities")
+def test_what_is_written_beside_training_comes_last_for_the_processor(tmp_path):
+    class Notes(probe.OrbaxStorage):
+        def write(self, directory, arrays):
+            self.niceness = nice_of(threading.get_native_id())
+            super().write(directory, arrays)
+
+    storage, before = Notes(), nice_of(threading.get_native_id())
+    with CheckpointManager(tmp_path, storage=storage) as manager:
+        manager.save(2, {"w": jnp.ones(3)}, {})
+        manager.wait()
+    assert storage.niceness == max(before, 10)
+    assert nice_of(threading.get_native_id()) == before
+
+
+def nice_of(thread):
+    return os.getpriority(os.PRIO_PROCESS, thread)

@@ -4,6 +4,7 @@ import os
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from jaxfound.resources.checkpoint import (
     CheckpointError,
     CheckpointManager,
     Tiers,
+    fingerprint,
 )
 from jaxfound.resources.checkpoint.leaves import flatten, unwrap_abstract
 from jaxfound.resources.checkpoint.manifest import Part
@@ -181,6 +183,18 @@ def test_a_step_is_restored_from_the_own_disk_before_it_is_shared(tmp_path, own_
         assert manager.steps() == (2,)
     restored = [r for r in caplog.records if r.message == "checkpoint.restored"]
     assert [r.tier for r in restored] == ["local"]
+
+
+def test_the_first_save_after_warming_compiles_no_fingerprints(tmp_path, own_disk):
+    # A state that no other test has.
+    state = {"w": jax.device_put(jnp.ones((5, 7, 3)), jax.devices()[1])}
+    known = fingerprint._all._cache_size
+    with CheckpointManager(tmp_path / "c", **own_disk) as manager:
+        cold = known()
+        manager.warm(state)
+        warm = known()
+        assert manager.save(2, state, {}) == "saved"
+    assert (warm, known()) == (cold + 1, cold + 1)
 
 
 def test_another_mesh_than_that_of_the_local_parts_reads_the_shared_tier(

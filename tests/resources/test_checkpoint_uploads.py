@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,24 @@ def test_one_uploader_runs_for_a_host_and_run(tmp_path):
         assert second is None
     with uploader.only_one(tmp_path) as again:
         assert again is not None
+
+
+@pytest.mark.multiprocess
+def test_an_uploader_leaves_processor_and_disk_to_training_from_its_start(tmp_path):
+    local = Hosts(tmp_path, 1).locals[0]
+    options = uploader.options_of(local, tmp_path / "shared", mbps=0, keep=0, url="")
+    child = uploader.start(options, root=local.root)
+    assert child is not None
+    try:
+        session = Path(f"/proc/{child}/autogroup")
+        shared_by_session = session.exists() and session.read_text().endswith("nice 10\n")
+        assert shared_by_session or not Path("/proc/self/autogroup").exists()
+        # The programs that ask for it take their moment.
+        while os.getpriority(os.PRIO_PROCESS, child) < uploader.NICENESS:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_line_that_is_half_written_is_read_the_next_time(tmp_path):

@@ -159,6 +159,15 @@ def test_virtual_devices_get_threads_enough_to_wait_for_each_other(monkeypatch):
     assert int(os.environ["NPROC"]) == 8 * platform.THREADS_PER_VIRTUAL_DEVICE
 
 
+@pytest.mark.parametrize(("chosen", "threads"), [("cpu", "7"), ("cuda", None)])
+def test_on_the_cpu_alone_a_core_is_left_to_other_work(chosen, threads, monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", chosen)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    platform.leave_a_core()
+    assert os.environ.get("NPROC") == threads
+
+
 def test_a_compile_cache_that_was_chosen_stays(tmp_path, monkeypatch):
     chosen = {}
     monkeypatch.setattr("jax.config.update", chosen.__setitem__)

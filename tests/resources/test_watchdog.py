@@ -1,6 +1,7 @@
 """What a watchdog does of what it sees; how each process would end is noted instead of done."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -103,6 +104,19 @@ def test_a_notice_before_the_first_step_ends_at_once(tmp_path):
     dog, _ = watchdog(tmp_path, asked="SIGTERM")
     with pytest.raises(EndedError, match="76"):
         dog.look()
+
+
+def test_who_keeps_the_keys_stays_until_the_others_have_read_the_notice(tmp_path, monkeypatch):
+    stayed, store = [], LocalStore()
+    monkeypatch.setattr("jaxfound.resources.watchdog.linger", lambda plane: stayed.append(plane))
+    dogs = [
+        watchdog(tmp_path, process=p, count=2, store=store, asked="SIGTERM")[0] for p in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        looks = [pool.submit(dog.look) for dog in dogs]
+        ends = [look.exception(timeout=20) for look in looks]
+    assert [str(error) for error in ends] == ["76", "76"]
+    assert [plane.process for plane in stayed] == [0]
 
 
 def test_a_process_whose_agent_is_gone_ends(tmp_path, monkeypatch):

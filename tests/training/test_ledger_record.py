@@ -131,3 +131,13 @@ def test_a_step_that_is_compiled_now_is_within_the_limit(name):
     row = row_of(name, QUICK[name], plan=plan, compiled=compiled)
     assert compiled.total > 2**30
     assert row.is_right, f"{row.planned:,} B planned, {compiled.total:,} B compiled"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_page_on_plans_quotes_the_record(name):
+    row, page = BY_NAME[name], BENCHMARKS.parent / "howto" / "read-a-plan.md"
+    (line,) = [x for x in page.read_text("utf-8").splitlines() if x.startswith(f"| {name} |")]
+    (compiled,) = [x.compiled.total for x in rows_of([name], recorded=compiled_in(RECORD))]
+    _, _, _, planned, theirs, off, *_ = (word.strip() for word in line.split("|"))
+    assert (planned, theirs) == (f"{row['planned'] / 1e9:.2f}", f"{compiled / 1e9:.2f}")
+    assert off == f"{row['error']:+.1%}".replace("%", " %")

@@ -14,6 +14,7 @@ from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import NonFiniteError
 from jaxfound.training.loop import Parts, fit, never
+from jaxfound.training.run import start
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import StepMetrics
 from tests.training.tiny import StopAfter, tiny
@@ -52,7 +53,7 @@ def fake_step(bad=()):
     return step
 
 
-def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None):
+def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None, demote=None):
     cfg = tiny(tmp_path, "optimizer.warmup_steps=0", *overrides)
     there = RunDirectory(tmp_path / "run")
     batch = Batch(*(np.zeros((1, 2), np.int32) for _ in range(5)))
@@ -65,6 +66,8 @@ def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None):
             checkpoints=checkpoints,
             host_batch=lambda step: batch._replace(tokens=np.full((1, 2), step)),
         )
+        if demote is not None:
+            parts = parts._replace(demote=lambda state, step: demote(parts, state, step))
         events, error = [], None
         try:
             for event in fit(cfg, probe_state(), parts, stop=stop, directory=there):
@@ -74,6 +77,31 @@ def drive(tmp_path, *overrides, bad=(), stop=never, evaluate=None):
         checkpoints.wait()
         saved = {s: checkpoints.restore(s, like=LIKE).state for s in checkpoints.steps()}
     return SimpleNamespace(events=events, error=error, saved=saved, there=there)
+
+
+def test_a_bad_step_without_a_cause_in_fp8_ends_the_run(tmp_path):
+    asked = []
+
+    def demote(parts, state, step):
+        asked.append(step)
+
+    run = drive(tmp_path, "train.non_finite=demote", bad={3}, demote=demote)
+    assert asked == [3]
+    assert run.error.step == 3
+    assert [e.step for e in run.events if e.kind == "demoted"] == []
+    assert sorted(run.saved) == [4]
+
+
+def test_the_step_that_takes_over_is_used_from_the_next_batch_on(tmp_path):
+    def demote(parts, state, step):
+        return parts._replace(step=fake_step(), demoted=("layers.1.*",), demote=None)
+
+    run = drive(tmp_path, "train.non_finite=demote", bad=range(3, 99), demote=demote)
+    assert run.error is None
+    # Step 4 was in flight when the numbers of step 3 came.
+    assert [e.step for e in run.events if e.kind == "non_finite"] == [3, 4]
+    assert [e.step for e in run.events if e.kind == "demoted"] == [4]
+    assert run.saved[20]["params"]["probe"] == -(20 - 2)
 
 
 def test_label_state_and_number_of_updates_agree_in_every_checkpoint(tmp_path):
@@ -154,3 +182,12 @@ def test_a_bad_last_step_is_noticed(tmp_path):
 def test_a_record_has_what_a_reader_looks_for(tmp_path, key):
     found = drive(tmp_path, "train.steps=3")
     assert all(key in e.values for e in found.events if e.kind == "train")
+
+
+def test_a_run_vouches_for_its_own_rows_and_knows_the_fullest(tmp_path):
+    run = start(tiny(tmp_path))
+    rows = np.asarray(run.prepared.train.segment_ids)
+    assert run.prepared.train.most_pieces == rows.max()
+    assert run.frame.execution.documents == ("checked" if rows.max() <= 8 else "runs")
+    joined = start(tiny(tmp_path, "train.documents=joined", "runs_dir=" + str(tmp_path / "other")))
+    assert joined.frame.execution.documents == "joined"

@@ -77,6 +77,16 @@ def test_the_record_of_a_resumed_run_holds_each_step_once(resumed):
     assert [r["step"] for r in records if r["event"] == "resume"] == stops
 
 
+def test_the_record_of_a_run_that_begins_again_holds_each_step_once(straight, tmp_path):
+    cfg = beside(straight[0], tmp_path, "train.steps=3", "optimizer.warmup_steps=1")
+    run(cfg)
+    shutil.rmtree(run_directory(cfg).checkpoints)
+    run(cfg)
+    records = list(read_metrics(run_directory(cfg).metrics))
+    assert [r["step"] for r in records if r["event"] == "train"] == [1, 2, 3]
+    assert [r["step"] for r in records if r["event"] == "resume"] == [0]
+
+
 def test_adams_count_goes_on_where_it_was(resumed):
     cfg, _, _ = resumed
     counts = [a for name, a in state_at(cfg, 20).items() if "count" in name]

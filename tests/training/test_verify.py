@@ -106,9 +106,9 @@ def test_an_axis_without_its_collectives_or_with_one_that_undoes_it_is_not_real(
 @pytest.mark.parametrize(
     ("axis", "key", "scatters"),
     [
-        ("fsdp", "zero_stage=0", False),
+        pytest.param("fsdp", "zero_stage=0", False, marks=pytest.mark.slow),
         ("fsdp", "zero_stage=2", True),
-        ("tensor", "activations=replicated", False),
+        pytest.param("tensor", "activations=replicated", False, marks=pytest.mark.slow),
         ("tensor", "activations=sequence", True),
     ],
 )

@@ -162,19 +162,19 @@ class CheckpointManager:
     def warm(self, state: object) -> None:
         """Take a snapshot of `state` and drop it, so that the first save costs what others do.
 
-        A GPU's pinned host memory is allocated here and kept; fingerprints are compiled. On
-        devices whose memory is the host's there is nothing to warm.
+        A GPU's pinned host memory is kept; fingerprints of the training thread are compiled.
         """
         table = cast(dict[LeafPath, jax.Array], flatten(state))
-        if not snapshot.is_in_host_memory(table):
+        if not (is_host := snapshot.is_in_host_memory(table)):
             snapshot.warm(table)
+        if not (is_host and self._transit.is_plain):
             Prints(table).read()
 
     def wait(self) -> None:
         """Return when no save is being written; uploads go on.
 
         Raises:
-            CheckpointError: if the save that was being written failed. Older steps are intact.
+            CheckpointError: if the save being written failed; PeerError: if it lost a process.
         """
         if self._writer is not None:
             self._writer.wait()

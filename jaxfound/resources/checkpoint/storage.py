@@ -85,6 +85,15 @@ class StoredArray:
         return np.asarray(self._store[index or ...].read().result())
 
 
+def save_by_defaults(directory: Path, tree: object) -> None:
+    """Write a pytree as a program does that calls Orbax alone: its defaults, on disk on return.
+
+    This package saves otherwise; it is what its own saves are measured beside.
+    """
+    with said_once(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))
+
+
 @contextmanager
 def said_once() -> Generator[None]:
     """Keep Orbax's threads from logging an error, twice and at length, that it raises as well."""

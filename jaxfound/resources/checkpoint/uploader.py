@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -38,10 +38,11 @@ LOCK, RECORD, OUTPUT = "uploader.lock", "uploads.jsonl", "uploader.log"
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # Without any progress for so long it ends; the next save starts another.
 PATIENCE_S = 900.0
-# How a low priority for the disk is asked for, where the program exists.
-IDLE_DISK = ("ionice", "-c", "3")
-# Training comes first for the processor, too.
+# Training comes first for the processor.
 NICENESS = 10
+# How low priorities for disk and processor are asked for, where the programs exist: from the start
+# on, because the imports alone take a second of a core.
+LOW_PRIORITY = (("ionice", "-c", "3"), ("nice", "-n", str(NICENESS)))
 # The open file by which an uploader is handed its lock.
 LOCK_HANDLE = 3
 
@@ -289,13 +290,13 @@ def start(options: Sequence[str], *, root: Path) -> int | None:
     It inherits the lock, so that there is no moment without. It has a session of its own, so that
     what ends the trainer does not end it.
     """
-    niced = IDLE_DISK if shutil.which(IDLE_DISK[0]) else ()
-    command = [*niced, sys.executable, "-m", __package__ or "", *options, f"--lock={LOCK_HANDLE}"]
+    low = [word for ask in LOW_PRIORITY if shutil.which(ask[0]) for word in ask]
+    command = [*low, sys.executable, "-m", __package__ or "", *options, f"--lock={LOCK_HANDLE}"]
     log_flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     with only_one(root) as lock:
         if lock is None:
             return None
-        return os.posix_spawnp(
+        started = os.posix_spawnp(
             command[0],
             command,
             {**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -307,6 +308,11 @@ def start(options: Sequence[str], *, root: Path) -> int | None:
             ],
             setsid=True,
         )
+        # Linux may share processors between sessions first: of their processes' priorities, those
+        # in one session count for each other only.
+        with suppress(OSError):
+            Path(f"/proc/{started}/autogroup").write_text(str(NICENESS))
+        return started
 
 
 def options_of(
@@ -334,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lock", type=int)
     asked = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    os.nice(NICENESS)
+    os.nice(max(0, NICENESS - os.nice(0)))
     local = LocalTier(Path(asked.local), asked.host)
     uploader = Uploader(
         local,

@@ -1,6 +1,9 @@
 """One thread that turns snapshots into committed steps, and says so or says why not."""
 
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +12,8 @@ from typing import NamedTuple
 from jaxfound.resources.checkpoint import steps
 from jaxfound.resources.checkpoint.errors import CheckpointError, describe_error
 from jaxfound.resources.checkpoint.saving import Job, Origin, Saver
+from jaxfound.resources.checkpoint.uploader import NICENESS
+from jaxfound.resources.control import PeerError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +38,9 @@ class Writer:
     def __init__(self, saver: Saver, *, committed: Callable[[int], None]) -> None:
         self._saver = saver
         self._committed = committed
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=_come_last
+        )
         self._pending: tuple[int, Future[SaveReport]] | None = None
         self._reports: list[SaveReport] = []
 
@@ -64,6 +71,7 @@ class Writer:
 
         Raises:
             CheckpointError: if it failed; what it had written is gone, older steps are intact.
+            PeerError: if it ended because another process of the job is lost.
         """
         if self._pending is None:
             return
@@ -71,6 +79,9 @@ class Writer:
         error = future.exception()
         where = self._saver.directory
         self._pending = None
+        if isinstance(error, PeerError):
+            # Nothing is wrong with this disk, and the next attempt saves again.
+            raise error
         if error is not None:
             raise CheckpointError(
                 f"step {step} could not be saved in {where}: {describe_error(error)}. "
@@ -109,3 +120,12 @@ class Writer:
         log.info("checkpoint.saved", extra=report._asdict())
         self._committed(job.step)
         return report
+
+
+def _come_last() -> None:
+    """Let training come first for the processor: before this thread and those that it starts."""
+    if sys.platform == "linux":
+        # There a thread has a priority of its own.
+        here = threading.get_native_id()
+        niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, here))
+        os.setpriority(os.PRIO_PROCESS, here, niceness)

@@ -40,12 +40,15 @@ MEANINGS: Mapping[int, Meaning] = {
     # Only before training does nothing handle the signal: there was nothing to save.
     -signal.SIGTERM: Meaning("was told to end before it had begun", True, False, 1),
     Exit.PEER: Meaning("lost another process", True, True, 2),
+    # So JAX ends a process that is in C++ code when it loses another.
+    -signal.SIGABRT: Meaning("aborted in C++ code, as when another was lost", True, True, 3),
+    Exit.CRASH: Meaning("ended with an error", True, True, 4),
     # Told to all processes: those that crash then have lost the one that told it.
-    Exit.HANG: Meaning("made no progress", True, True, 4),
-    Exit.CHECKPOINT: Meaning("has no checkpoint it can go on from, or cannot save", False, True, 5),
-    Exit.REFUSED: Meaning("was asked for what cannot be done", False, True, 6),
+    Exit.HANG: Meaning("made no progress", True, True, 5),
+    Exit.CHECKPOINT: Meaning("has no checkpoint it can go on from, or cannot save", False, True, 6),
+    Exit.REFUSED: Meaning("was asked for what cannot be done", False, True, 7),
 }
-CRASHED = Meaning("crashed", True, True, 3)
+CRASHED = Meaning("crashed", True, True, 4)
 
 
 def meaning_of(code: int) -> Meaning:

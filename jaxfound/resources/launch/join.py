@@ -207,17 +207,25 @@ def exit_code_of(error: BaseException, *, is_refusal: bool = False) -> int:
     """Return the code that says why `error` ended a process of a job."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if is_lost_peer(error):
+        return Exit.PEER
     if isinstance(error, CheckpointError):
         return Exit.CHECKPOINT
-    if isinstance(error, PeerError) or is_lost_peer(error):
-        return Exit.PEER
     if is_refusal or isinstance(error, ConfigError):
         return Exit.REFUSED
     return 130 if isinstance(error, KeyboardInterrupt) else Exit.CRASH
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Say whether a device program failed because a process at the other end is gone."""
+    """Say whether the reason is that another process is gone.
+
+    A device program that waited for it says so, or a wait for what it was to tell; or a save that
+    either of them ended: then nothing is wrong with this process's disk.
+    """
+    if isinstance(error, PeerError):
+        return True
+    if isinstance(error, CheckpointError) and error.__cause__ is not None:
+        return is_lost_peer(error.__cause__)
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return False
     return any(word in str(error) for word in LOST_PEER)

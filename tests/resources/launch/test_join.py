@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from jaxfound.config.schema import ConfigError
 from jaxfound.resources.checkpoint.errors import CheckpointError
@@ -94,12 +95,23 @@ def test_an_address_that_is_none_is_refused(address):
         split_address(address)
 
 
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (ConfigError("x"), 78),
         (CheckpointError("x"), 79),
+        (caused(CheckpointError("x"), OSError(28, "No space left on device")), 79),
         (PeerError("x"), 77),
+        (JaxRuntimeError("Gloo all-reduce failed: Connection closed by peer"), 77),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), 1),
+        # A save that a lost process ended is tried again: nothing is wrong with this disk.
+        (caused(CheckpointError("x"), PeerError("y")), 77),
+        (caused(CheckpointError("x"), JaxRuntimeError("Gloo all-reduce failed")), 77),
         (KeyboardInterrupt(), 130),
         (SystemExit(5), 5),
         (SystemExit(None), 0),

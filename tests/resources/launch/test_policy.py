@@ -64,6 +64,9 @@ def test_waits_double_up_to_a_limit():
         ({0: Exit.PREEMPTED, 1: Exit.PEER}, 1),
         ({0: Exit.HANG, 1: Exit.HANG}, 0),
         ({0: ABORTED, 1: Exit.HANG}, 1),
+        # JAX aborts a process that is in C++ code when it loses another.
+        ({0: ABORTED, 1: Exit.PEER, 2: KILLED}, 2),
+        ({0: ABORTED, 1: CRASH}, 1),
         ({0: CRASH, 1: Exit.REFUSED}, 1),
         ({0: Exit.DONE, 1: ABORTED}, 1),
     ],
