@@ -1,8 +1,8 @@
 """jaxfound: the compute foundation for large models in JAX.
 
 The names of a notebook: `load` a YAML, `make_plan` for a topology, `build` the model, `train`,
-open a `generator`. Each is imported when it is first used, so that `import jaxfound` starts no
-backend and costs next to nothing.
+open a `generator`, or an `Engine` for many prompts at once. Each is imported when it is first
+used, so that `import jaxfound` starts no backend and costs next to nothing.
 """
 
 from importlib import import_module
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from jaxfound.face import build, generator, load, make_plan, train
     from jaxfound.models import describe
     from jaxfound.resources.topology import Topology
+    from jaxfound.serving import Engine
 
 # Name: the module that it comes from.
 _HOMES = {
+    "Engine": "jaxfound.serving",
     "ModelConfig": "jaxfound.config",
     "RunConfig": "jaxfound.config",
     "Topology": "jaxfound.resources.topology",
@@ -28,6 +30,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Engine",
     "ModelConfig",
     "RunConfig",
     "Topology",

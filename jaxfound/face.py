@@ -9,7 +9,7 @@ from jaxfound.models import build as build_model
 from jaxfound.parallelism import ParallelPlan, build_mesh
 from jaxfound.parallelism import make_plan as plan_for
 from jaxfound.resources.topology import Topology
-from jaxfound.serving import Generator, load_generator
+from jaxfound.serving import Engine, Generator, load_generator
 from jaxfound.training import train
 from jaxfound.training.optimizer import optimizer_slots
 
@@ -49,4 +49,13 @@ def generator(run: Path | str) -> Generator:
     return load_generator(Path(run))
 
 
-__all__ = ["RunConfig", "Topology", "build", "generator", "load", "make_plan", "train"]
+__all__ = [
+    "Engine",
+    "RunConfig",
+    "Topology",
+    "build",
+    "generator",
+    "load",
+    "make_plan",
+    "train",
+]

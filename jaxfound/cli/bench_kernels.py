@@ -194,7 +194,8 @@ def _commit(said: str) -> str:
 def _draw(found: "Results", *, roofline: Path | None) -> None:
     """Print the tables, the targets and what is missing; write the picture if it is wanted."""
     from jaxfound.cli.pages.kernel_grids import grids, missing_text, remarks, target_grid
-    from jaxfound.cli.pages.roofline import PlotError, write_roofline
+    from jaxfound.cli.pages.roofline import write_roofline
+    from jaxfound.config.schema import ConfigError
 
     console = open_console()
     for grid in (*grids(found, whole=False), target_grid(found)):
@@ -206,7 +207,7 @@ def _draw(found: "Results", *, roofline: Path | None) -> None:
         return
     try:
         write_roofline(found, roofline)
-    except PlotError as error:
+    except ConfigError as error:
         _refuse(str(error))
     console.print(f"drawn to {roofline}", markup=False)
 

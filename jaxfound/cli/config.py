@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxfound.cli.console import open_console
-from jaxfound.config import Row, rows, to_yaml, trace
+
+if TYPE_CHECKING:
+    from jaxfound.config import Row
 
 WIDTHS = {"key": 33, "takes": 21, "default": 9, "unit": 6}
 
@@ -27,6 +29,8 @@ def config_command(
     ] = None,
 ) -> None:
     """List every config key, or print what CONFIG comes to and where each value is from."""
+    from jaxfound.config import rows, to_yaml, trace
+
     if config is None:
         print_keys(rows(), console=open_console(wraps=True))
         return
@@ -34,7 +38,7 @@ def config_command(
     typer.echo(to_yaml(loaded.config, notes=loaded.sources), nl=False)
 
 
-def print_keys(found: Sequence[Row], *, console: Console) -> None:
+def print_keys(found: "Sequence[Row]", *, console: Console) -> None:
     """Print a table of keys, with colour and lines on a terminal, plain elsewhere."""
     table = Table(
         box=box.SIMPLE_HEAD if console.is_terminal else None,

@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 
 from jaxfound.cli.console import open_console
-from jaxfound.resources.launch.exits import meaning_of
 
 if TYPE_CHECKING:
-    from jaxfound.config.run import RunConfig
     from jaxfound.resources.launch.agent import Told
     from jaxfound.resources.launch.hosts import Asked
 
+# The command beside `train` that all hosts of a job run.
+PROBE = "probe"
 # What follows the first word that is no option is the command's, dashes or not.
 WORDS_LAST = {"allow_interspersed_args": False}
 
@@ -26,7 +26,7 @@ Words = Annotated[
     list[str],
     typer.Argument(
         metavar="COMMAND CONFIG [KEY=VALUE]...",
-        help="train = start here; slurm, jobset = write what that engine is given.",
+        help="train, probe = start here; slurm, jobset = write what that engine is given.",
     ),
 ]
 
@@ -67,14 +67,19 @@ def launch_command(
     """Start the processes of a run on this host, watch them, and restart all when one is lost.
 
     For instance `jaxfound launch --nnodes 3 --node-rank 0 --coordinator node01:29500 -- train
-    CONFIG` on the first of three hosts. Under SLURM, in a JobSet, under mpirun and torchrun the
-    first three are found. `jaxfound launch --nnodes 3 slurm CONFIG` prints a batch script.
+    CONFIG` on the first of three hosts (`-- probe` measures their wires). Under SLURM, in a JobSet,
+    under mpirun and torchrun the first three are found. `launch … slurm CONFIG` prints a script.
     """
     from jaxfound.config.load import load
     from jaxfound.resources.launch.hosts import Asked
     from jaxfound.resources.launch.scripts import SCRIPTS, Request
 
     command, *train = checked(words)
+    each = processes_of(nproc_per_node)
+    asked = Asked(nnodes, node_rank, coordinator, each, simulate_hosts, devices_per_host)
+    patience = Patience(max_restarts, min_nodes, grace, own_disk)
+    if command == PROBE:
+        sys.exit(probe_here(words, asked=asked, patience=patience))
     # Read here too: what is refused, is refused before anything is started.
     cfg = load(Path(train[0]), [word for word in train[1:] if is_override(word)])
     if command in SCRIPTS:
@@ -84,25 +89,23 @@ def launch_command(
         )
         typer.echo(SCRIPTS[command](request), nl=False)
         return
-    each = processes_of(nproc_per_node)
-    asked = Asked(nnodes, node_rank, coordinator, each, simulate_hosts, devices_per_host)
-    patience = Patience(max_restarts, min_nodes, grace, own_disk)
-    sys.exit(start_here(cfg, train, asked=asked, patience=patience))
+    patience = replace(patience, silent_s=2 * cfg.watch.hang_s)
+    sys.exit(start_here(words, Path(cfg.runs_dir) / cfg.name, asked=asked, patience=patience))
 
 
 def checked(words: list[str]) -> list[str]:
     """Return a command and its arguments.
 
     Raises:
-        ConfigError: if it is none of ours, or names no config.
+        ConfigError: if it is none of ours, or names no config where it needs one.
     """
     from jaxfound.config.schema import ConfigError
     from jaxfound.resources.launch.scripts import SCRIPTS
 
-    if words[0] not in ("train", *SCRIPTS) or len(words) == 1:
+    if words[0] != PROBE and (words[0] not in ("train", *SCRIPTS) or len(words) == 1):
         raise ConfigError(
             f"`jaxfound launch … {' '.join(words)}`: what is launched is one of train CONFIG, "
-            f"{', '.join(f'{engine} CONFIG' for engine in SCRIPTS)}"
+            f"{', '.join(f'{engine} CONFIG' for engine in SCRIPTS)}, {PROBE}"
         )
     return words
 
@@ -124,22 +127,36 @@ def processes_of(nproc_per_node: str) -> int:
 
 @dataclass(frozen=True)
 class Patience:
-    """How an agent treats its processes: restarts in vain, hosts, seconds to leave in, disks."""
+    """How an agent treats its processes: see `Agent`."""
 
     max_restarts: int
     min_hosts: int
     grace_s: float
     own_disk: Path | None
+    silent_s: float = 0
 
 
-def start_here(
-    cfg: "RunConfig", train: Sequence[str], *, asked: "Asked", patience: Patience
-) -> int:
-    """Be the agent of this host until the run is over; return the exit code."""
+def probe_here(words: Sequence[str], *, asked: "Asked", patience: Patience) -> int:
+    """Be the agent of this host while wires are measured, once; return the exit code."""
+    # A probe that lost a host has no use for another try.
+    once = replace(patience, max_restarts=0)
+    return start_here(words, Path("runs") / PROBE, asked=asked, patience=once)
+
+
+def start_here(words: Sequence[str], path: Path, *, asked: "Asked", patience: Patience) -> int:
+    """Be the agent of this host until the command of `words` is over; return the exit code.
+
+    Args:
+        words: the command and its arguments.
+        path: folder of its run, the same on all hosts.
+        asked: which processes.
+        patience: with them.
+    """
     from jaxfound.config.schema import ConfigError
     from jaxfound.resources.launch.agent import Agent
     from jaxfound.resources.launch.detect import detect
     from jaxfound.resources.launch.hosts import places_of
+    from jaxfound.resources.launch.ports import free_ports
     from jaxfound.resources.platform import num_accelerators
     from jaxfound.resources.run_directory import RunDirectory
 
@@ -154,18 +171,18 @@ def start_here(
         task=detect(os.environ),
         accelerators=num_accelerators(),
         host=socket.gethostname(),
-        run_id=cfg.name,
-        port=free_port(),
+        run_id=path.name,
+        port=free_ports(),
     )
-    directory = RunDirectory(Path(cfg.runs_dir) / cfg.name)
+    directory = RunDirectory(path)
     agent = Agent(
-        (sys.executable, "-m", "jaxfound.cli.main", "train", *train),
+        (sys.executable, "-m", "jaxfound.cli.main", *words),
         places,
         directory,
         max_restarts=patience.max_restarts,
         min_hosts=patience.min_hosts,
         grace_s=patience.grace_s,
-        silent_s=2 * cfg.watch.hang_s,
+        silent_s=patience.silent_s,
         own_disk=patience.own_disk,
         disks=directory.path / "disks",
     )
@@ -175,13 +192,6 @@ def start_here(
 def is_override(word: str) -> bool:
     """Say whether an argument of `train` is a KEY=VALUE."""
     return "=" in word and not word.startswith("-")
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def watch(told: Iterator["Told"], *, console: Console) -> int:
@@ -199,6 +209,8 @@ def watch(told: Iterator["Told"], *, console: Console) -> int:
 
 
 def _ended_line(values: Mapping[str, object]) -> str:
+    from jaxfound.resources.launch.exits import meaning_of
+
     code = cast(int, values["code"])
     tail = f"\n{values['tail']}" if values["tail"] else ""
     return (

@@ -16,6 +16,7 @@ from jaxfound.cli.bench import bench_app
 from jaxfound.cli.ckpt import ckpt_app
 from jaxfound.cli.config import config_command
 from jaxfound.cli.convert import convert_command
+from jaxfound.cli.curves import curves_command
 from jaxfound.cli.data import data_app
 from jaxfound.cli.doctor import doctor_command
 from jaxfound.cli.evaluate import evaluate_command
@@ -26,10 +27,12 @@ from jaxfound.cli.launcher_flags import native_args, native_launch_args
 from jaxfound.cli.logs import logs_app
 from jaxfound.cli.model import model_command
 from jaxfound.cli.plan import plan_command
+from jaxfound.cli.precision import precision_command
 from jaxfound.cli.probe import probe_command
 from jaxfound.cli.replay import replay_command
 from jaxfound.cli.report import report_command
 from jaxfound.cli.schedule import schedule_command
+from jaxfound.cli.serve import serve_command
 from jaxfound.cli.train import train_command
 from jaxfound.cli.verify import verify_command, verify_stack_command
 
@@ -43,9 +46,12 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("launch", context_settings=WORDS_LAST)(launch_command)
 app.command("generate")(generate_command)
+app.command("serve")(serve_command)
 app.command("convert")(convert_command)
 app.command("evaluate")(evaluate_command)
+app.command("precision")(precision_command)
 app.command("report")(report_command)
+app.command("curves")(curves_command)
 app.command("plan")(plan_command)
 app.command("verify")(verify_command)
 app.command("verify-stack")(verify_stack_command)
@@ -97,18 +103,19 @@ def end_job_because(error: Exception) -> None:
 
 def refusals() -> tuple[type[Exception], ...]:
     """Return the errors that say what is wrong; evaluated only when something was raised."""
-    from jaxfound.config.schema import ConfigError
-    from jaxfound.data.errors import DataError
-
-    named: list[type[Exception]] = [ConfigError, DataError]
+    named: list[type[Exception]] = []
     # Rooms that were never imported cannot have raised.
     for module, name in (
+        ("jaxfound.config.schema", "ConfigError"),
+        ("jaxfound.data.errors", "DataError"),
         ("jaxfound.parallelism.legal", "PlanError"),
         ("jaxfound.parallelism.pipeline.schedule", "ScheduleError"),
         ("jaxfound.models.weights.errors", "WeightsError"),
         ("jaxfound.training.events", "TrainingError"),
         ("jaxfound.resources.checkpoint.errors", "CheckpointError"),
         ("jaxfound.resources.control", "PeerError"),
+        ("jaxfound.serving.loadgen", "TargetError"),
+        ("pallas_kernels.registry", "KernelError"),
     ):
         if module in sys.modules:
             named.append(getattr(sys.modules[module], name))

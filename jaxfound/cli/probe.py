@@ -12,6 +12,7 @@ from jaxfound.cli.console import open_console
 
 if TYPE_CHECKING:
     from jaxfound.communication.probe import Measured
+    from jaxfound.resources.control import ControlPlane
     from jaxfound.resources.preflight import Check
 
 FORMAT_VERSION = 1
@@ -32,20 +33,19 @@ def probe_command(
 ) -> None:
     """Measure what goes between devices, and compare it with the links on record.
 
-    Exits with 1 when a pair or a collective is below --min-share of its link.
+    `jaxfound launch … -- probe` measures over all hosts of a job; the first process prints. Exits
+    with 1 when a pair or a collective is below --min-share of its link.
     """
     from dataclasses import replace
 
     from jaxfound.communication.probe import measure
     from jaxfound.communication.probe_verdict import judge
     from jaxfound.resources.links import NETWORKS
-    from jaxfound.resources.platform import use_virtual_cpus
     from jaxfound.resources.topology import Topology, all_devices
 
     if network and network not in NETWORKS:
         raise typer.BadParameter(f"no network is called {network!r}: {', '.join(NETWORKS)}")
-    if virtual:
-        use_virtual_cpus(virtual, alone=True)
+    plane = meet_others(virtual)
     devices = all_devices()
     topology = replace(Topology.of(devices), network=NETWORKS.get(network))
     try:
@@ -53,14 +53,45 @@ def probe_command(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     checks = judge(found, min_share=min_share)
-    if out is not None:
-        write_topology(found, out)
-    if as_json:
-        typer.echo(json.dumps(as_data(found, checks), indent=1))
-    else:
-        print_probe(found, checks)
-    if any(not one.ok for one in checks):
+    if plane.is_first:
+        if out is not None:
+            write_topology(found, out)
+        if as_json:
+            typer.echo(json.dumps(as_data(found, checks), indent=1))
+        else:
+            print_probe(found, checks)
+    # Each has its own clock: the first one's figures are those that count.
+    verdict = plane.broadcast("probe", "" if all(one.ok for one in checks) else "slow")
+    if plane.count > 1:
+        from jaxfound.resources.launch.join import leave
+
+        leave()
+    if verdict:
         raise typer.Exit(1)
+
+
+def meet_others(virtual: int) -> "ControlPlane":
+    """Join the job that an agent started this process for, or split the CPU of this one.
+
+    Args:
+        virtual: CPU devices to make where there is no job; 0 = the devices that are there.
+    """
+    from jaxfound.cli.train import join_job
+    from jaxfound.resources.control import ControlPlane
+    from jaxfound.resources.platform import use_virtual_cpus
+    from jaxfound.training.job import meet
+
+    place = join_job()
+    if place is not None and virtual:
+        raise typer.BadParameter(
+            f"--virtual {virtual} is for one process alone. In a job give `jaxfound launch` "
+            f"--devices-per-host {virtual}"
+        )
+    if virtual:
+        use_virtual_cpus(virtual, alone=True)
+    plane = ControlPlane.of_job()
+    meet(plane)
+    return plane
 
 
 def sizes_to(max_mib: float) -> tuple[int, ...] | None:

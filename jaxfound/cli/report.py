@@ -1,5 +1,6 @@
 """`jaxfound report`: one HTML page about a run."""
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ from jaxfound.cli.console import RunPath, open_console
 if TYPE_CHECKING:
     from jaxfound.config.run import RunConfig
     from jaxfound.resources.run_directory import RunDirectory
+    from jaxfound.training.forecast import Checked
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,15 @@ def read_config(there: "RunDirectory") -> "RunConfig | None":
         return None
 
 
+def read_planned(there: "RunDirectory") -> "Checked | None":
+    """Return what the plan said beside the first steps, None when that was not written."""
+    from jaxfound.training.forecast import Checked
+
+    if not there.planned.exists():
+        return None
+    return Checked.from_data(json.loads(there.planned.read_text("utf-8")))
+
+
 def write_report(run: Path, *, out: Path | None = None) -> Path:
     """Write the page about a run's folder and return where it is.
 
@@ -65,7 +76,13 @@ def write_report(run: Path, *, out: Path | None = None) -> Path:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     text = there.config.read_text("utf-8", "replace") if there.config.exists() else ""
-    page = report_page(run.resolve().name, history, config_text=text, cfg=read_config(there))
+    page = report_page(
+        run.resolve().name,
+        history,
+        config_text=text,
+        cfg=read_config(there),
+        checked=read_planned(there),
+    )
     path = out or run / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")

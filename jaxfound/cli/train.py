@@ -149,8 +149,15 @@ def _checkpoint_line(event: "Event") -> str:
     )
 
 
+def _planned_lines(event: "Event") -> str:
+    from jaxfound.training.forecast import Checked, report_lines
+
+    return "\n".join(report_lines(Checked.from_data(event.values)))
+
+
 LINES: Mapping[str, Callable[["Event"], str]] = {
     "plan": lambda e: str(e.values["text"]),
+    "planned": _planned_lines,
     "resume": lambda e: f"going on from step {e.step} of {e.values['steps']}",
     "train": lambda e: f"step {e.step}: {step_line(e.values)}",
     "eval": _eval_line,
@@ -159,6 +166,7 @@ LINES: Mapping[str, Callable[["Event"], str]] = {
     "uploaded": lambda e: f"step {e.step}: whole in the run's folder",
     "stored": lambda e: f"step {e.step}: in the object store",
     "upload_failed": lambda e: f"step {e.step}: UPLOAD FAILED, {e.values['error']}",
+    "demoted": lambda e: f"step {e.step}: {e.values['patterns']} left fp8: {e.values['reason']}",
     "non_finite": lambda e: f"step {e.step}: NOT FINITE, update skipped, batch {e.values['batch']}",
     "straggler": lambda e: (
         f"step {e.step}: process {e.values['process']} is slow: {e.values['own_s']:.3f} s a step "

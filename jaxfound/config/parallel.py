@@ -53,5 +53,5 @@ class ParallelConfig(Section):
     remat: Literal["none", "matmul_outputs", "full", "auto"] = key(
         "none",
         "what the backward pass recomputes: nothing, all but matmul outputs, everything; "
-        "auto = the first of these that fits the memory",
+        "auto = the fastest of these that fits, by the plan",
     )

@@ -8,6 +8,7 @@ from jaxfound.config.model import ModelConfig
 from jaxfound.config.parallel import ParallelConfig
 from jaxfound.config.precision import PrecisionConfig
 from jaxfound.config.schema import Section, key
+from jaxfound.config.serve import ServeConfig
 from jaxfound.config.train import (
     CheckpointConfig,
     DataConfig,
@@ -37,6 +38,7 @@ class RunConfig(Section):
     train: TrainConfig = key(..., "steps and batch")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
     watch: WatchConfig = key(WatchConfig(), "hangs and stragglers")
+    serve: ServeConfig = key(ServeConfig(), "the server")
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
@@ -44,6 +46,7 @@ class RunConfig(Section):
         check_scan_divides(self)
         check_schedule_fits(self)
         check_lengths_fit(self)
+        check_stages_fit_rules(self)
         return self
 
 
@@ -86,6 +89,22 @@ def check_lengths_fit(cfg: RunConfig) -> None:
             f"train.seq_len={cfg.train.seq_len} is longer than "
             f"model.max_positions={cfg.model.max_positions}: shorten the rows, or raise "
             "max_positions and choose a rope.scaling"
+        )
+
+
+def check_stages_fit_rules(cfg: RunConfig) -> None:
+    """In a pipeline every stage runs one program, so that no rule names layers."""
+    named = [rule.pattern for rule in cfg.precision.rules if rule.layers is not None]
+    if named and cfg.parallel.pipeline > 1:
+        raise ValueError(
+            f"precision.rules: pattern {named[0]!r} names layers by number, and with "
+            f"parallel.pipeline={cfg.parallel.pipeline} all stages run one program. Give a format "
+            "to operations of every layer, e.g. layers.ffn.*, or set parallel.pipeline=1"
+        )
+    if cfg.train.non_finite == "demote" and cfg.parallel.pipeline > 1:
+        raise ValueError(
+            f"train.non_finite=demote takes layers out of fp8, and with parallel.pipeline="
+            f"{cfg.parallel.pipeline} all stages run one program. Use train.non_finite=stop or skip"
         )
 
 

@@ -61,6 +61,11 @@ class TrainConfig(Section):
     steps: int = key(..., "optimizer steps in all", unit="steps", ge=1)
     batch_size: int = key(..., "rows of the global batch, all micro-batches together", ge=1)
     seq_len: int = key(..., "tokens of one row", unit="tokens", ge=2)
+    documents: Literal["apart", "joined"] = key(
+        "apart",
+        "what a token sees of its row: earlier tokens of its document, or all earlier ones, which "
+        "takes a faster kernel",
+    )
     init_from: str = key(
         "", "a run whose newest weights step 0 starts from, e.g. of jaxfound convert; empty = fresh"
     )
@@ -69,8 +74,10 @@ class TrainConfig(Section):
     )
     z_loss_weight: float = key(0.0, "weight of log(Z)^2", ge=0)
     mtp_loss_weight: float = key(0.3, "weight of the mean loss of the extra predictions", ge=0)
-    non_finite: Literal["skip", "stop"] = key(
-        "stop", "a step with NaN or infinity is skipped, or ends the run; the batch is saved"
+    non_finite: Literal["skip", "stop", "demote"] = key(
+        "stop",
+        "a step with NaN or infinity is skipped, or ends the run, or takes the layers whose fp8 it "
+        "comes from to precision.compute and ends the run if there are none; the batch is saved",
     )
     max_skipped: int = key(10, "skipped steps in a row that end the run", unit="steps", ge=1)
     log_every: int = key(10, "steps between records in metrics.jsonl", unit="steps", ge=1)

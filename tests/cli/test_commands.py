@@ -65,6 +65,8 @@ def test_a_run_trains_samples_reports_and_says_when_there_is_nothing_left(config
     assert "sample:" in trained.stdout
     records = [r["event"] for r in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")]
     assert records.count("train") == 4
+    assert "planned and measured, by 3 steps" in trained.stdout
+    assert (tmp_path / "runs" / "tiny" / "planned.json").exists()
     assert {"eval", "checkpoint", "finished", "sample"} <= set(records)
 
     code, again = here("train", config)
@@ -72,7 +74,8 @@ def test_a_run_trains_samples_reports_and_says_when_there_is_nothing_left(config
 
     code, reported = here("report", "runs/tiny")
     assert code == 0, reported.err
-    assert (tmp_path / "runs" / "tiny" / "report.html").stat().st_size > 1000
+    page = (tmp_path / "runs" / "tiny" / "report.html").read_text("utf-8")
+    assert "Planned and measured" in page
 
     code, said = here("generate", "runs/tiny", "d0", "--max-tokens", 5)
     assert code == 0, said.err

@@ -22,7 +22,7 @@ class History:
 
     Attributes:
         records: those that no later resume repeated.
-        resumes, stops, non_finite: every one of them, also those before a resume.
+        resumes, stops, non_finite, demoted: every one of them, also those before a resume.
         num_superseded: records of steps that a resume ran again.
     """
 
@@ -30,6 +30,7 @@ class History:
     resumes: tuple[Record, ...] = ()
     stops: tuple[Record, ...] = ()
     non_finite: tuple[Record, ...] = ()
+    demoted: tuple[Record, ...] = ()
     num_superseded: int = 0
 
     def of(self, event: str) -> list[Record]:
@@ -127,6 +128,7 @@ def sorted_out(records: Iterable[Record]) -> History:
         resumes=_events(every, "resume"),
         stops=_events(every, "stopped"),
         non_finite=_events(every, "non_finite"),
+        demoted=_events(every, "demoted"),
         num_superseded=len(every) - len(kept),
     )
 

@@ -1,7 +1,7 @@
 """The page about a run, put together from its history and its config's text."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from jaxfound.cli.pages.markup import Markup, element
 from jaxfound.cli.pages.scale import ABSENT, bytes_text, moment_text, number_text, seconds_text
 from jaxfound.config.run import RunConfig
 from jaxfound.resources.metrics import Record
+from jaxfound.training.forecast import Beside, Checked
 
 # More samples than this would bury the first page of a long run.
 MAX_SAMPLES = 12
@@ -32,7 +33,12 @@ class Figure(NamedTuple):
 
 
 def report_page(
-    name: str, history: History, *, config_text: str = "", cfg: RunConfig | None = None
+    name: str,
+    history: History,
+    *,
+    config_text: str = "",
+    cfg: RunConfig | None = None,
+    checked: Checked | None = None,
 ) -> str:
     """Return one HTML page that needs nothing else; the same for the same arguments.
 
@@ -41,6 +47,7 @@ def report_page(
         history: what it recorded.
         config_text: its effective config as it is on disk.
         cfg: the same as values; None when this version cannot read it.
+        checked: what the plan said beside the first steps; None when it was not written.
     """
     style = files("jaxfound.cli.pages").joinpath("report.css").read_text(encoding="utf-8")
     head = element(
@@ -57,6 +64,7 @@ def report_page(
             heading(name, history, cfg=cfg),
             key_figures(history, cfg=cfg),
             curves(history),
+            planned(checked),
             checkpoints(history),
             interruptions(history),
             samples(history),
@@ -205,6 +213,33 @@ def curves(history: History) -> Markup:
     return section("Curves", element("div", *drawn, class_="charts"))
 
 
+def planned(checked: Checked | None) -> Markup:
+    """Return what the plan said of memory and time, beside what was measured."""
+    if checked is None:
+        return Markup("")
+    ledger = [[kind, bytes_text(n), "", ""] for kind, n in checked.forecast.ledger.items() if n]
+    rows = [
+        *ledger,
+        *(beside_row(row, bytes_text) for row in checked.bytes_beside),
+        *(beside_row(row, seconds_text) for row in checked.seconds_beside),
+    ]
+    note = (
+        f"{checked.forecast.refused}; {seconds_text(checked.step_s)} were measured."
+        if checked.forecast.refused
+        else f"Seconds are of a step, the median of {checked.steps}; bytes are of one device."
+    )
+    titles = ["of one device", "planned", "measured", "plan is off by"]
+    shown = table(titles, rows, label="Planned and measured", texts=(0,))
+    return section("Planned and measured", shown, element("p", note, class_="said"))
+
+
+def beside_row(row: Beside, text: Callable[[float], str]) -> list[str]:
+    """Return what was planned and what was measured as cells."""
+    if row.measured is None or row.error is None:
+        return [row.what, text(row.planned), "", ""]
+    return [row.what, text(row.planned), text(row.measured), f"{row.error:+.1%}"]
+
+
 def checkpoints(history: History) -> Markup:
     """Return what each save cost."""
     rows = [
@@ -249,6 +284,10 @@ def _interrupted(history: History) -> Iterable[tuple[Record, str]]:
             record,
             f"not finite: update skipped, batch kept in {record.get('batch') or 'no file'}",
         )
+    for record in history.demoted:
+        patterns = record.get("patterns")
+        named = ", ".join(map(str, patterns)) if isinstance(patterns, list) else "layers"
+        yield record, f"left fp8: {named}"
 
 
 def samples(history: History) -> Markup:

@@ -1,10 +1,11 @@
 """The roofline picture: what kernels reach, under what the machine does."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxfound.cli.pages.picture import open_pyplot, save
+from jaxfound.config.schema import ConfigError
 from pallas_kernels.bench.results import Results
 from pallas_kernels.bench.summary import Line, summary
 
@@ -21,30 +22,18 @@ ROOFS = (
     ("float8_flops", "fp8 product", "#444444", "-"),
     ("bfloat16_flops", "bf16 product", "#888888", "--"),
 )
-DPI = 150
-
-
-class PlotError(RuntimeError):
-    """The picture cannot be drawn; the text says why."""
 
 
 def write_roofline(results: Results, path: Path) -> None:
     """Draw TFLOP/s over FLOP/byte, our fastest kernels filled and peers hollow, and write a PNG.
 
     Raises:
-        PlotError: if matplotlib is missing or nothing in `results` has FLOPs.
+        ConfigError: if matplotlib is missing or nothing in `results` has FLOPs.
     """
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ModuleNotFoundError:
-        raise PlotError(
-            "a picture needs matplotlib, which is not installed: pip install 'jaxfound[plots]'"
-        ) from None
+    pyplot = open_pyplot()
     lines = [x for x in summary(results) if x.record.flops and x.record.bytes_moved]
     if not lines:
-        raise PlotError("nothing that was measured has FLOPs, so there is nothing to draw")
-    matplotlib.use("agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
+        raise ConfigError("nothing that was measured has FLOPs, so there is nothing to draw")
     figure, axes = pyplot.subplots(figsize=(9.6, 5.2), layout="constrained")
     _draw_points(axes, lines)
     _draw_roofs(axes, results, lines)
@@ -60,9 +49,7 @@ def write_roofline(results: Results, path: Path) -> None:
         axis.set_major_formatter("{x:g}")
     axes.grid(visible=True, which="both", linewidth=0.3, alpha=0.5)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _draw_points(axes: Any, lines: Sequence[Line]) -> None:
