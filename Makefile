@@ -19,18 +19,32 @@ $(READY): pyproject.toml constraints.txt .ci/venv
 	@PYTHON="$(PYTHON)" bash .ci/venv $(VENV) $(EXTRAS)
 	@touch $@
 
-.PHONY: set-up train test test-slow lint fix clean help
+.PHONY: set-up train test notebooks test-slow drills lint fix clean help
 
 set-up: $(READY) ## make .venv with everything that the other targets need
 
 train: $(READY) ## train CONFIG (default: the tiny MLA + MoE model) on the embedded text
 	@$(BIN)/jaxfound train $(CONFIG) $(ARGS)
 
-test: $(READY) ## every test but the slow ones
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+test: $(READY) ## every test but the slow ones and the notebooks
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  -m "not slow and not notebook" $(ARGS)
+
+notebooks: $(READY) ## every notebook from an empty folder, as a reader runs it
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist load -m notebook $(ARGS)
 
 test-slow: $(READY) ## the long proofs
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+
+DRILLS := tests/end_to_end/test_kill_drill.py tests/end_to_end/test_launch.py \
+  tests/end_to_end/test_agents.py tests/resources/launch/test_agent.py \
+  tests/resources/test_doctor_drills.py tests/resources/test_job_stop.py \
+  tests/resources/test_watchdog.py $(foreach of,damage jobs remote retention tiers uploads,\
+  tests/resources/test_checkpoint_$(of).py)
+
+drills: $(READY) ## the drills of docs/fault-table.md, long ones too; what came of each is written
+	@$(BIN)/python -m pytest -n 0 -p tests.drill_record --drills docs/benchmarks/drills.json \
+	  $(or $(ARGS),$(DRILLS))
 
 lint: $(READY) ## the gates before the tests, fastest first: format, lint, import floors, types
 	@$(BIN)/ruff format --check

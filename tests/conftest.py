@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, programs that compile fast, hardware marks that skip by name."""
 
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -17,6 +18,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 import jax
 import pytest
 
+from jaxfound.resources.logs import LOGGERS
+
 jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -32,7 +35,11 @@ gc.set_threshold(50_000, 20, 50)
 
 # Files that take longest, the longest first: they begin first, so that no process waits for
 # another's at the end. All others follow in the order of their names.
-LONGEST = ()
+LONGEST = (
+    "test_pipelines_equal_one_device.py",
+    "test_every_pair_of_axes.py",
+    "test_launch.py",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -50,6 +57,16 @@ def pytest_collection_finish():
     # What was imported stays to the end.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def levels_as_they_were():
+    """What a test sets of the loggers' levels, as a command does, ends with it."""
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    yield
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 @pytest.fixture

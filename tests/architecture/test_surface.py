@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 
 import pytest
 
@@ -59,3 +60,14 @@ def listed_names(path) -> list[str]:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return list(ast.literal_eval(statement.value))
     return []
+
+
+def test_shapes_are_checked_in_every_module_that_writes_them():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    given = options["tool"]["pytest"]["ini_options"]["addopts"]
+    (checked,) = [word for word in given if word.startswith("--jaxtyping-packages=")]
+    rooms = checked.partition("=")[2].split(",")[:-1]
+    writers = [p for p in package_files() if "from jaxtyping import" in p.read_text("utf-8")]
+    names = [relative(p).removesuffix(".py").replace("/", ".") for p in writers]
+    assert len(names) > 50
+    assert [n for n in names if not any(f"{n}.".startswith(f"{room}.") for room in rooms)] == []

@@ -13,9 +13,9 @@ from jaxfound.config.load import save
 from jaxfound.config.run import RunConfig
 from jaxfound.resources.launch.agent import Agent, Told
 from jaxfound.resources.launch.hosts import Asked, places_of
+from jaxfound.resources.launch.ports import free_ports
 from jaxfound.resources.metrics import read_metrics
 from jaxfound.resources.run_directory import RunDirectory
-from tests.resources.ports import free_port
 from tests.training.tiny import state_at, tiny
 
 STEPS = 14
@@ -64,7 +64,7 @@ def told(
     directory = RunDirectory(Path(cfg.runs_dir) / cfg.name)
     asked = Asked(simulate_hosts=hosts, devices_per_host=devices)
     places = places_of(
-        asked, task=None, accelerators=0, host="here", run_id="run", port=free_port()
+        asked, task=None, accelerators=0, host="here", run_id="run", port=free_ports()
     )
     agent = Agent(command_of(folder), places, directory, disks=folder / "disks", **options)
     with pytest.MonkeyPatch.context() as patch:

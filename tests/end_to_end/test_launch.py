@@ -30,6 +30,47 @@ def test_each_step_is_recorded_once_by_one_process(two_processes):
     assert "step 1:" not in log.read_text()
 
 
+def test_a_run_that_was_killed_in_a_save_is_the_run_that_was_not(tmp_path, two_processes):
+    # The short form of test_kill_drill.py: arrays of step 4 are on disk, what commits them is not.
+    killed = launched(tmp_path, hosts=2, devices=1, failures="save.manifest:2:kill@1")
+    assert killed.code == 0
+    assert [v["code"] for v in killed.of_kind("ended")] == [-9, 0]
+    assert [r["step"] for r in killed.records if r["event"] == "resume"] == [2]
+    assert [r["step"] for r in killed.records if r["event"] == "train"] == [*range(1, STEPS + 1)]
+    assert killed.losses == two_processes.losses
+    assert rates(killed) == rates(two_processes)
+    assert same(killed.state, two_processes.state)
+
+
+def rates(run):
+    """Learning rates, step by step."""
+    return [r["learning_rate"] for r in run.records if r["event"] == "train"]
+
+
+def again(two_processes, *overrides):
+    """Start the job of a finished run again; return what its agent tells, and what it touched."""
+    there = two_processes.directory
+    kept = [there.metrics, there.config, *there.checkpoints.rglob("*")]
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    folder = there.path.parent.parent
+    cfg = tiny(folder, *OPTIONS, *overrides)
+    events = told(cfg, folder, hosts=2, devices=1)
+    return events, [path for path, time in before.items() if path.stat().st_mtime_ns != time]
+
+
+def test_a_finished_job_that_is_started_again_is_done_and_touches_no_file(two_processes):
+    events, touched = again(two_processes)
+    assert [e.kind for e in events if e.kind != "line"] == ["started", "ended", "over"]
+    assert (events[-1].values["code"], touched) == (Exit.DONE, [])
+
+
+def test_a_job_that_is_past_its_end_is_refused_by_all_and_not_tried_again(two_processes):
+    events, touched = again(two_processes, "train.steps=3")
+    assert [e.kind for e in events if e.kind != "line"] == ["started", "ended", "over"]
+    assert (events[-1].values["code"], touched) == (Exit.REFUSED, [])
+    assert "holds step 14, but train.steps=3" in events[-2].values["tail"]
+
+
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
     """Four attempts of two processes, each ended in another way, and a fifth."""
