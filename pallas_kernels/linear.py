@@ -17,6 +17,7 @@ from pallas_kernels.quantize import quantize, quantize_both, requantize_transpos
 from pallas_kernels.sharded import (
     STACK_LETTERS,
     ShardRule,
+    is_local,
     on_automatic_axes,
     vary,
     varying_axes,
@@ -96,7 +97,11 @@ def _float32(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array
 
 @jax.custom_vjp
 def _bfloat16(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*batch n"]:
-    return _product(x, w, dtype=jnp.dtype(jnp.bfloat16)).astype(x.dtype)
+    operands = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+    contracted = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(*operands, contracted, preferred_element_type=_left_in(x.dtype)).astype(
+        x.dtype
+    )
 
 
 def _bfloat16_forward(
@@ -113,13 +118,29 @@ def _bfloat16_backward(
     x, w = (operand.astype(jnp.bfloat16) for operand in saved)
     g = grad.astype(jnp.bfloat16)
     dims = tuple(range(x.ndim - 1))
-    product = partial(lax.dot_general, preferred_element_type=jnp.float32)
-    grad_x = product(g, w, (((g.ndim - 1,), (1,)), ((), ())))
-    grad_w = product(x, g, ((dims, dims), ((), ())))
+    grad_x = lax.dot_general(
+        g,
+        w,
+        (((g.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=_left_in(saved[0].dtype),
+    )
+    grad_w = lax.dot_general(
+        x, g, ((dims, dims), ((), ())), preferred_element_type=_left_in(saved[1].dtype)
+    )
     return grad_x.astype(saved[0].dtype), grad_w.astype(saved[1].dtype)
 
 
 _bfloat16.defvjp(_bfloat16_forward, _bfloat16_backward)
+
+
+def _left_in(wanted: jnp.dtype) -> jnp.dtype:
+    """The dtype that a product of bfloat16 leaves its float32 sums in, for a caller's own.
+
+    Where one device has all of a sum it rounds it as it writes it: left in float32, a GPU writes
+    and reads twice the bytes to round it in the next kernel. Where devices have parts of it, those
+    are added up in float32.
+    """
+    return _sum_dtype(wanted) if is_local() else jnp.dtype(jnp.float32)
 
 
 class _Dtypes(NamedTuple):
@@ -163,7 +184,7 @@ def _fp8_backward(
     grad_q, grad_t = quantize_both(grad_rows, format=ACTIVATION)
     grad_x = fp8_matmul(grad_q, w_q, out_dtype=_sum_dtype(dtypes.x))
     x_t = requantize_transposed(_quantized_tokens_in_one_dim(x_q))
-    grad_w = fp8_matmul(x_t, grad_t, out_dtype=jnp.float32)
+    grad_w = fp8_matmul(x_t, grad_t, out_dtype=_left_in(dtypes.w))
     grad_x = grad_x.reshape(*grad.shape[:-1], x_q.columns)
     return grad_x.astype(dtypes.x), grad_w.astype(dtypes.w)
 

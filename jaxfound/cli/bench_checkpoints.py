@@ -1,7 +1,6 @@
 """`jaxfound bench checkpoints`: what saves cost a step."""
 
 import json
-import os
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxfound.cli.bench_kernels import COMMIT_VARIABLE
+from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, commit_of
 from jaxfound.cli.console import open_console
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def checkpoints_command(
     folder: Annotated[Path | None, typer.Option(help="Where to save; deleted again.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write or to renew.")] = None,
     note: Annotated[str, typer.Option(help="What else goes on on this machine.")] = "",
-    commit: Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")] = "",
+    commit: Annotated[str, typer.Option(help=f"In place of git's; or {COMMIT_VARIABLE}.")] = "",
 ) -> None:
     """Measure how long saves block beside plain Orbax, and steps beside saves to a slow disk.
 
@@ -85,13 +84,12 @@ def read(out: Path | None) -> dict[str, object]:
 
 def write(out: Path, found: "dict[str, Saves | Steps]", *, note: str, commit: str) -> None:
     """Write the JSON file; what it holds of the other measurement stays."""
-    from jaxfound.resources.platform import source_commit
     from jaxfound.training.checkpoint_record import as_record
 
     record = as_record(
         read(out),
         found=found,
-        commit=source_commit() or commit or os.environ.get(COMMIT_VARIABLE, ""),
+        commit=commit_of(commit),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         note=note,
     )

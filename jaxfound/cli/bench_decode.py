@@ -1,7 +1,6 @@
 """`jaxfound bench decode`: time per token while many long rows decode, beside reading memory."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxfound.cli.bench_kernels import COMMIT_VARIABLE
+from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, commit_of
 from jaxfound.cli.console import Overrides, open_console
 from jaxfound.cli.evaluate import write_json
 
@@ -45,7 +44,7 @@ def decode_command(
     steps: Annotated[int, typer.Option(help="Steps of a round.", min=2)] = 64,
     rounds: Annotated[int, typer.Option(help="Of each measurement.", min=1)] = 3,
     out: Annotated[Path | None, typer.Option(help="JSON file; a call is added to it.")] = None,
-    commit: Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")] = "",
+    commit: Annotated[str, typer.Option(help=f"In place of git's; or {COMMIT_VARIABLE}.")] = "",
 ) -> None:
     """Measure how long a token takes by the programs that serve, with weights and pages of noise.
 
@@ -176,13 +175,6 @@ def table_of(
         rate = f"{rows / token_s:,.0f}"
         table.add_row("transformers", str(rows), f"{1e3 * token_s:.3f}", rate, "-", "-", "-", "-")
     return table
-
-
-def commit_of(given: str) -> str:
-    """Return the commit of the source, or the one that is given where git is not there."""
-    from jaxfound.resources.platform import source_commit
-
-    return given or os.environ.get(COMMIT_VARIABLE, "") or source_commit()
 
 
 def check_record(out: Path | None, *, device: str) -> None:

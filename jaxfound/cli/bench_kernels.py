@@ -58,7 +58,7 @@ def kernels_command(
     roofline: Roofline = None,
     show: Show = None,
     write_docs: WriteDocs = False,
-    commit: Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")] = "",
+    commit: Annotated[str, typer.Option(help=f"In place of git's; or {COMMIT_VARIABLE}.")] = "",
     cache: Annotated[Path | None, typer.Option(help="Keep compiled programs here.")] = None,
     threads: Threads = 16,
     power: Annotated[bool, typer.Option(help="Read the power: 0.15 s a candidate.")] = True,
@@ -137,7 +137,7 @@ def _measure(
     console = open_console()
     asked = plans(ops, sizes)
     call = Call(
-        commit=_commit(commit),
+        commit=commit_of(commit),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions(),
         ceilings={},
@@ -185,10 +185,11 @@ def _progress(finished: "Finished", seconds: float) -> str:
     )
 
 
-def _commit(said: str) -> str:
+def commit_of(said: str) -> str:
+    """Return the commit that a record names: as it was said, else as git says it."""
     from jaxfound.resources.platform import source_commit
 
-    return source_commit() or said or os.environ.get(COMMIT_VARIABLE, "")
+    return said or os.environ.get(COMMIT_VARIABLE, "") or source_commit()
 
 
 def _draw(found: "Results", *, roofline: Path | None) -> None:

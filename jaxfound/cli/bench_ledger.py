@@ -1,7 +1,6 @@
 """`jaxfound bench ledger`: the plan's memory beside XLA's, layout by layout."""
 
 import json
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH
+from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH, commit_of
 from jaxfound.cli.console import open_console
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def ledger_command(
     cases: Annotated[str, typer.Option(help=CASES_HELP, metavar="A;B;...")] = "",
     recorded: Annotated[Path | None, typer.Option(help=RECORDED_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file, written after every layout.")] = None,
-    commit: Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")] = "",
+    commit: Annotated[str, typer.Option(help=f"In place of git's; or {COMMIT_VARIABLE}.")] = "",
 ) -> None:
     """Compile layouts for GPUs that are not here and compare their memory with the plan's.
 
@@ -52,12 +51,11 @@ def ledger_command(
 
 def write(out: Path, rows: "Sequence[LedgerRow]", *, commit: str, jaxlib: str) -> None:
     """Write the JSON file with what is known so far."""
-    from jaxfound.resources.platform import source_commit
     from jaxfound.training.ledger_record import as_record
 
     record = as_record(
         rows,
-        commit=source_commit() or commit or os.environ.get(COMMIT_VARIABLE, ""),
+        commit=commit_of(commit),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         jaxlib=jaxlib,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH
+from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH, commit_of
 from jaxfound.cli.console import open_console
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def pipeline_command(
     schedules: Annotated[str, typer.Option(help=SCHEDULES_HELP, metavar="A,B,...")] = "",
     rounds: Annotated[int, typer.Option(help="Timed steps of each.", min=1)] = 5,
     out: Annotated[Path | None, typer.Option(help="JSON file, written after every layout.")] = None,
-    commit: Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")] = "",
+    commit: Annotated[str, typer.Option(help=f"In place of git's; or {COMMIT_VARIABLE}.")] = "",
 ) -> None:
     """Time a stage of CONFIG alone, each schedule, and fsdp in place of stages.
 
@@ -86,13 +86,12 @@ def progress(row: "Row") -> str:
 
 def write(out: Path, cfg: "RunConfig", rows: "Sequence[Row]", *, commit: str) -> None:
     """Write the JSON file with what is known so far."""
-    from jaxfound.resources.platform import source_commit
     from jaxfound.training.pipeline_record import as_record
 
     record = as_record(
         cfg,
         rows,
-        commit=source_commit() or commit or os.environ.get(COMMIT_VARIABLE, ""),
+        commit=commit_of(commit),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """`jaxfound bench serve`: what clients of an engine or of a server see under load."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH
+from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH, commit_of
 from jaxfound.cli.console import Overrides, open_console
 from jaxfound.cli.evaluate import write_json
 from jaxfound.cli.serve import KEY_VARIABLE, MODEL_HELP, Step, TokenizerName, keep_compiled
@@ -59,7 +58,7 @@ def bench_serve_command(
     api_key: ApiKey = None,
     step: Step = None,
     tokenizer: TokenizerName = None,
-    commit: Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")] = "",
+    commit: Annotated[str, typer.Option(help=f"In place of git's; or {COMMIT_VARIABLE}.")] = "",
 ) -> None:
     """Send loads to MODEL's engine in this process, or to a server, and print what clients see.
 
@@ -171,12 +170,10 @@ def record(
     """Return the JSON of what was measured so far, with where and how."""
     from dataclasses import asdict
 
-    from jaxfound.resources.platform import source_commit
-
     return {
         "format_version": FORMAT_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": source_commit() or commit or os.environ.get(COMMIT_VARIABLE, ""),
+        "commit": commit_of(commit),
         **measured.facts,
         "loads": [
             {"workload": asdict(workload), "found": report.as_dict()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH
+from jaxfound.cli.bench_kernels import COMMIT_VARIABLE, TABLE_WIDTH, commit_of
 from jaxfound.cli.console import ConfigPath, Overrides, open_console
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ TURNS_HELP = "Times that each side is started anew, the order turned."
 Peer = Annotated[Literal["torch"] | None, typer.Option(help=PEER_HELP)]
 Limit = Annotated[float, typer.Option(help="That the peer may take in a turn, seconds.", min=1)]
 Out = Annotated[Path | None, typer.Option(help="JSON file; rows of other names in it stay.")]
-Commit = Annotated[str, typer.Option(help=f"If git is not there; or {COMMIT_VARIABLE}.")]
+Commit = Annotated[str, typer.Option(help=f"In place of git's; or {COMMIT_VARIABLE}.")]
 
 
 def train_command(
@@ -156,7 +156,7 @@ def record_of(before: dict[str, Any], row: "TrainRow", *, note: str, commit: str
     return as_record(
         before,
         row,
-        commit=row.ours[0].commit or commit or os.environ.get(COMMIT_VARIABLE, ""),
+        commit=commit_of(commit) or row.ours[0].commit,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         note=note,
     )

@@ -38,7 +38,7 @@ EXPLAINED: Mapping[str, str] = {
     "part of the step that it delays",
     "none": "no checkpoints",
     "tiers": "a local save every `every` steps, brought to the shared tier by the uploader at "
-    "rate_bps",
+    "rate_bps; a first save, before the rounds, is dropped",
     "direct": "`every` steps, one of them with a blocking save into the shared tier that takes as "
     "long as the state's bytes at rate_bps",
     "rate_bps": "what the shared tier takes: a direct save every `every` steps stretches the mean "

@@ -15,6 +15,7 @@ XLA_SHARE = 0.8
 SLOP_FLAG = "xla_gpu_memory_limit_slop_factor"
 SLOP_DEFAULT = 95
 SCHEDULER_FLAG = "xla_gpu_enable_latency_hiding_scheduler"
+PRODUCTS_FLAG = "xla_gpu_enable_triton_gemm"
 
 
 class Flag(NamedTuple):
@@ -53,8 +54,24 @@ def slop_for(plan: ParallelPlan, row: hardware.Hardware) -> int | None:
     return 100 * wanted // room
 
 
+def triton_products_for(plan: ParallelPlan, row: hardware.Hardware) -> bool | None:
+    """Return False on one device; None keeps XLA's own choice.
+
+    Products of several devices leave float32 sums (`pallas_kernels/linear.py`), which only a
+    kernel of XLA's own rounds before it writes them.
+    """
+    del row
+    return False if plan.num_devices == 1 else None
+
+
 FLAGS: Mapping[hardware.Platform, tuple[Flag, ...]] = {
     "cuda": (
+        Flag(
+            PRODUCTS_FLAG,
+            triton_products_for,
+            "cuBLAS multiplies large matrices faster, and what stands beside a product of cuBLAS is "
+            "fused with its neighbours: SwiGLU's two gradients are one kernel",
+        ),
         Flag(
             SCHEDULER_FLAG,
             scheduler_for,

@@ -277,7 +277,11 @@ class Beside:
         tiers = Tiers(local=disk, upload_mbps=rate_bps / 1e6)
         with CheckpointManager(shared, keep=1, tiers=tiers) as manager:
             manager.warm(state)
-            yield cls(manager, LocalTier.open(disk, shared=shared), [])
+            beside = cls(manager, LocalTier.open(disk, shared=shared), [])
+            # The first save of all is another: no copy on the device has shown that it fits.
+            beside.save(state)
+            beside.settle()
+            yield beside
 
     def save(self, state: State) -> None:
         """Save `state` as the next step."""
@@ -289,9 +293,13 @@ class Beside:
         began_s = time.time()
         seconds = take_steps(trainer, num_steps, every=every, save=self.save)
         self.spans.append((began_s, time.time()))
+        self.settle()
+        return StepTimes.of(seconds)
+
+    def settle(self) -> None:
+        """Wait until what was saved has come to the shared tier."""
         self.manager.wait()
         self.manager.finish_uploads(limit_s=UPLOAD_LIMIT_S)
-        return StepTimes.of(seconds)
 
     def uploading(self) -> float:
         """Return the share of the time of steps in which files were being uploaded."""

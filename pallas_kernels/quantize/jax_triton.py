@@ -19,7 +19,15 @@ from pallas_kernels.formats import BLOCK, Format, Quantized
 from pallas_kernels.quantize.cases import SCOPE, QuantizeCase
 from pallas_kernels.quantize.reference import SMALLEST_SCALE
 
-NUM_WARPS = 8
+NUM_WARPS = 4
+# Elements of a line that a thread holds: 16 of 8 bits are the widest store.
+VECTOR = 16
+# How many lines of a tile all threads hold at once; a thread's own lines are so far apart.
+APART = NUM_WARPS * 32 * VECTOR // BLOCK
+USES = (
+    *("lines_of", "in_memory_order", "loaded", "finite_or_nan", "divided", "rounded_tile"),
+    *("keep", "keep_turned"),
+)
 
 # Words of the kernels' signatures: an array's address, and a number known when they are compiled.
 Pointer = Any
@@ -123,13 +131,14 @@ def _launch(source: Callable[..., None], case: QuantizeCase, *operands: Array) -
         num_warps=NUM_WARPS,
         num_stages=1,
         hardware=case.hardware,
-        uses=("rounded_tile", "keep"),
+        uses=USES,
         ROWS=sizes.rows,
         COLUMNS=columns,
         STORED_COLUMNS=stored_columns,
         LARGEST=case.format.largest,
         SMALLEST_SCALE=SMALLEST_SCALE,
         BLOCK=BLOCK,
+        APART=APART,
     )
     if source is requantized:
         return found
@@ -173,26 +182,66 @@ class _Sizes(NamedTuple):
         return values, jax.ShapeDtypeStruct((num_blocks, rows), jnp.float32)
 
 
+def lines_of(FIRST: "constexpr", BLOCK: "constexpr", APART: "constexpr") -> "Any":
+    """Rows of a block in the order of a tile: neighbours in it are BLOCK/APART rows apart.
+
+    A thread holds every APART-th line of a tile, so these are neighbours in memory, and what a
+    transpose wants side by side needs no way between threads.
+    """
+    place = tl.arange(0, BLOCK)
+    return FIRST + (place % APART) * (BLOCK // APART) + place // APART
+
+
+def in_memory_order(lines: "Any", BLOCK: "constexpr", APART: "constexpr") -> "Any":
+    """A number for each line of a tile in the order of `lines_of`, in the order of memory."""
+    return tl.reshape(tl.trans(tl.reshape(lines, (BLOCK // APART, APART))), (BLOCK,))
+
+
+def loaded(
+    x: "Pointer",
+    rows: "Any",
+    columns: "Any",
+    ROWS: "constexpr",
+    COLUMNS: "constexpr",
+    STORED_COLUMNS: "constexpr",
+    BLOCK: "constexpr",
+) -> "Any":
+    """A tile in float32, zero behind the edges; a matrix of whole blocks has none to look for."""
+    place = rows[:, None] * STORED_COLUMNS + columns[None, :]
+    if ROWS % BLOCK == 0 and COLUMNS % BLOCK == 0:
+        return tl.load(x + place).to(tl.float32)
+    inside = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
+    return tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+
+
+def finite_or_nan(tile: "Any") -> "Any":
+    """A tile without infinities: the largest of a line passes NaN over."""
+    return tl.where(tl.abs(tile) <= 3.4028234663852886e38, tile, float("nan"))
+
+
+def divided(x: "Any", by: "Any", inverse: "Any") -> "Any":
+    """A quotient as division rounds it, by the reciprocal and one correction by what is left over.
+
+    Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
+    A division in each element would be what takes the time.
+    """
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, by, x), inverse, quotient)
+
+
 def rounded_tile(
     tile: "Any", AXIS: "constexpr", LARGEST: "constexpr", SMALLEST_SCALE: "constexpr"
 ) -> "Any":
     """Elements of a tile in float32, and a scale for each of its lines along AXIS.
 
-    The cast that follows rounds to nearest and takes what is larger than the largest element, by
-    an error of the quotient, for that one.
+    NaN is in no maximum. The cast that follows rounds to nearest and takes what is larger than the
+    largest element, by an error of the quotient, for that one.
     """
-    magnitude = tl.abs(tile)
-    finite = magnitude <= 3.4028234663852886e38
-    largest = tl.max(tl.where(finite, magnitude, 0.0), axis=AXIS)
-    scale = tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST_SCALE)
+    largest = tl.max(tl.abs(tile), axis=AXIS)
+    scale = tl.maximum(divided(largest, LARGEST, 1.0 / LARGEST), SMALLEST_SCALE)
     scale = tl.where(largest > 0, scale, 1.0)
-    # A division in each element is what takes long; the reciprocal and one correction by what is
-    # left over give the same quotient (Markstein, 1990).
-    inverse = tl.expand_dims(tl.div_rn(1.0, scale), AXIS)
-    quotient = tile * inverse
-    left_over = tl.fma(-quotient, tl.expand_dims(scale, AXIS), tile)
-    quotient = tl.fma(left_over, inverse, quotient)
-    return tl.where(finite, quotient, float("nan")), scale
+    inverse = 1.0 / scale
+    return divided(tile, tl.expand_dims(scale, AXIS), tl.expand_dims(inverse, AXIS)), scale
 
 
 def keep(
@@ -200,18 +249,50 @@ def keep(
     scales: "Pointer",
     elements: "Any",
     scale: "Any",
-    lines: "Any",
+    rows: "Any",
+    first_row: "Any",
     inner: "Any",
-    NUM_LINES: "constexpr",
+    NUM_ROWS: "constexpr",
     BLOCK: "constexpr",
-    AXIS: "constexpr",
+    APART: "constexpr",
 ) -> None:
-    """Store elements, line by line, and the scales of their lines; AXIS counts blocks of a line."""
-    inside = lines < NUM_LINES
-    place = lines.to(tl.int64)[:, None] * (tl.num_programs(AXIS) * BLOCK) + inner[None, :]
+    """Store the elements of a tile row by row, and a scale for each row."""
+    inside = rows < NUM_ROWS
+    place = rows.to(tl.int64)[:, None] * (tl.num_programs(0) * BLOCK) + inner[None, :]
     tl.store(values + place, elements.to(values.dtype.element_ty), mask=inside[:, None])
-    block = tl.program_id(AXIS).to(tl.int64)
-    tl.store(scales + block * NUM_LINES + lines, scale, mask=inside)
+    row = first_row + tl.arange(0, BLOCK)
+    found = scales + tl.program_id(0).to(tl.int64) * NUM_ROWS + row
+    tl.store(found, in_memory_order(scale, BLOCK, APART), mask=row < NUM_ROWS)
+
+
+def keep_turned(
+    turned: "Pointer",
+    scales: "Pointer",
+    elements: "Any",
+    scale: "Any",
+    columns: "Any",
+    NUM_COLUMNS: "constexpr",
+    BLOCK: "constexpr",
+    APART: "constexpr",
+) -> None:
+    """Store the elements of a tile column by column, and a scale for each column.
+
+    Elements of four rows side by side are one word, so that what changes hands between threads
+    are words.
+    """
+    bits = elements.to(turned.dtype.element_ty).to(tl.uint8, bitcast=True).to(tl.int32)
+    fours = tl.reshape(bits, (BLOCK // APART // 4, 4, APART, BLOCK))
+    shifts = tl.reshape(8 * tl.arange(0, 4), (1, 4, 1, 1))
+    words = tl.sum(fours << shifts, axis=1)
+    words = tl.reshape(tl.permute(words, (2, 1, 0)), (BLOCK, BLOCK // 4))
+    inside = columns < NUM_COLUMNS
+    width = tl.num_programs(1).to(tl.int64) * (BLOCK // 4)
+    place = columns.to(tl.int64)[:, None] * width + (
+        tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+    )
+    tl.store(turned.to(tl.pointer_type(tl.int32)) + place, words, mask=inside[:, None])
+    block = tl.program_id(1).to(tl.int64)
+    tl.store(scales + block * NUM_COLUMNS + columns, scale, mask=inside)
 
 
 def quantized(
@@ -224,18 +305,18 @@ def quantized(
     LARGEST: "constexpr",
     SMALLEST_SCALE: "constexpr",
     BLOCK: "constexpr",
+    APART: "constexpr",
 ) -> None:
     """One block of a matrix in tiles of 1x128; source for Triton, not to be called."""
-    column_block = tl.program_id(0)
-    columns = column_block * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # 64 bits: a matrix may have more than 2^31 elements.
-    rows = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    place = rows[:, None] * STORED_COLUMNS + columns[None, :]
-    tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    first_row = tl.program_id(1).to(tl.int64) * BLOCK
+    rows = lines_of(first_row, BLOCK, APART)
+    tile = loaded(x, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
+    tile = finite_or_nan(tile)
 
     elements, scale = rounded_tile(tile, 1, LARGEST, SMALLEST_SCALE)
-    keep(values, scales, elements, scale, rows, columns, ROWS, BLOCK, 0)
+    keep(values, scales, elements, scale, rows, first_row, columns, ROWS, BLOCK, APART)
 
 
 def quantized_both(
@@ -250,23 +331,19 @@ def quantized_both(
     LARGEST: "constexpr",
     SMALLEST_SCALE: "constexpr",
     BLOCK: "constexpr",
+    APART: "constexpr",
 ) -> None:
     """The same of the matrix and of its transpose; source for Triton, not to be called."""
-    column_block = tl.program_id(0)
-    row_block = tl.program_id(1).to(tl.int64)
-    columns = column_block * BLOCK + tl.arange(0, BLOCK)
-    rows = row_block * BLOCK + tl.arange(0, BLOCK)
-    inside = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    place = rows[:, None] * STORED_COLUMNS + columns[None, :]
-    tile = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_row = tl.program_id(1).to(tl.int64) * BLOCK
+    rows = lines_of(first_row, BLOCK, APART)
+    tile = loaded(x, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
+    tile = finite_or_nan(tile)
 
     elements, scale = rounded_tile(tile, 1, LARGEST, SMALLEST_SCALE)
-    keep(values, scales, elements, scale, rows, columns, ROWS, BLOCK, 0)
-
+    keep(values, scales, elements, scale, rows, first_row, columns, ROWS, BLOCK, APART)
     elements, scale = rounded_tile(tile, 0, LARGEST, SMALLEST_SCALE)
-    # Cast first: what changes hands between threads is a quarter as much.
-    elements = tl.trans(elements.to(turned.dtype.element_ty))
-    keep(turned, turned_scales, elements, scale, columns, rows, COLUMNS, BLOCK, 1)
+    keep_turned(turned, turned_scales, elements, scale, columns, COLUMNS, BLOCK, APART)
 
 
 def requantized(
@@ -280,18 +357,14 @@ def requantized(
     LARGEST: "constexpr",
     SMALLEST_SCALE: "constexpr",
     BLOCK: "constexpr",
+    APART: "constexpr",
 ) -> None:
     """One block of the transpose of a matrix in 8-bit; source for Triton, not to be called."""
     column_block = tl.program_id(0)
-    row_block = tl.program_id(1).to(tl.int64)
     columns = column_block * BLOCK + tl.arange(0, BLOCK)
-    rows = row_block * BLOCK + tl.arange(0, BLOCK)
-    inside = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
-    place = rows[:, None] * STORED_COLUMNS + columns[None, :]
+    rows = lines_of(tl.program_id(1).to(tl.int64) * BLOCK, BLOCK, APART)
     given = tl.load(scales + column_block * ROWS + rows, mask=rows < ROWS, other=1.0)
-    tile = tl.load(values + place, mask=inside, other=0.0).to(tl.float32) * given[:, None]
+    tile = loaded(values, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK) * given[:, None]
 
     elements, scale = rounded_tile(tile, 0, LARGEST, SMALLEST_SCALE)
-    # Cast first: what changes hands between threads is a quarter as much.
-    elements = tl.trans(elements.to(turned.dtype.element_ty))
-    keep(turned, turned_scales, elements, scale, columns, rows, COLUMNS, BLOCK, 1)
+    keep_turned(turned, turned_scales, elements, scale, columns, COLUMNS, BLOCK, APART)

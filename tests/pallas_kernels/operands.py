@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT
 from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize.reference import SMALLEST_SCALE
 
 
 def varied(shape, *, seed):
@@ -26,6 +28,27 @@ def matmul_operands(m, n, k, *, seed=0, b_format=WEIGHT):
     a = quantized(jnp.asarray(varied((m, k), seed=seed)), format=ACTIVATION)
     b = quantized(jnp.asarray(varied((n, k), seed=seed + 1)), format=b_format)
     return a, b
+
+
+def tiles_by_numpy(x):
+    """The 8-bit elements of `x` in tiles of 1x128 along its rows, and the scales, by numpy."""
+    x = np.asarray(x, np.float32)
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
+    finite = np.isfinite(padded)
+    largest = np.abs(np.where(finite, padded, 0.0)).max(-1)
+    scales = np.where(largest > 0, np.maximum(largest / np.float32(448), SMALLEST_SCALE), 1.0)
+    quotients = np.where(finite, padded, np.nan) / scales.astype(np.float32)[..., None]
+    # Rounded once. XLA rounds to float16 on the way on some devices, which moves one in a thousand.
+    elements = quotients.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return elements.reshape(len(x), -1), scales.astype(np.float32)
+
+
+def steps_apart(q, elements, scales):
+    """How many steps each stored element lies from one of `tiles_by_numpy`; scales are checked."""
+    np.testing.assert_allclose(q.scales, scales, rtol=2**-22)
+    # Elements in order of their value are neighbours in order of their bits, on each side of 0.
+    bits = [np.asarray(v).view(np.int8).astype(int) for v in (q.values, elements)]
+    return np.abs(bits[0] - bits[1])
 
 
 def dequantized(q):

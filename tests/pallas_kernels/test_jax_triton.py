@@ -28,7 +28,13 @@ from pallas_kernels.quantize import jax_triton as quantize_file
 from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
 from pallas_kernels.quantize.cases import QuantizeCase
 from tests.pallas_kernels.latent_cache import by_numpy, make_batch
-from tests.pallas_kernels.operands import exact_product, varied
+from tests.pallas_kernels.operands import (
+    dequantized,
+    exact_product,
+    steps_apart,
+    tiles_by_numpy,
+    varied,
+)
 from tests.pallas_kernels.triton_interpreter import complete_interpreter, interpreted_call
 
 MISSING = triton.missing()
@@ -155,26 +161,21 @@ def write_interpreted():
 
 
 def compare_quantized(rows, columns, dtype):
-    """How many elements of each result differ from the reference, and the largest step apart."""
+    """How many elements of each result differ from numpy's, and the largest step apart."""
     x = np.array(varied((rows, columns), seed=2), np.float32)
     x[0, :3] = (np.nan, np.inf, -np.inf)[:columns]
     x[-1, :] = 0.0
     x = jnp.asarray(x, dtype)
-    given, ways = quantize(x, format=ACTIVATION, backend="xla"), {}
-    for backend in ("jax_triton", "xla"):
-        plain = quantize(x, format=ACTIVATION, backend=backend)
-        both = quantize_both(x, format=ACTIVATION, backend=backend)
-        again = requantize_transposed(given, backend=backend)
-        ways[backend] = (plain, *both, again)
-    worst = []
-    for ours, theirs in zip(*ways.values(), strict=True):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours.scales, theirs.scales, rtol=2**-22)
-        # Elements in order of their value are neighbours in order of their bits.
-        bits = [np.asarray(q.values).view(np.int8).astype(int) for q in (ours, theirs)]
-        apart = np.abs(bits[0] - bits[1])
-        worst.append((float((apart > 0).mean()), float(apart.max()), 0.0))
-    return max(worst)
+    given = quantize(x, format=ACTIVATION, backend="xla")
+    found = (
+        quantize(x, format=ACTIVATION, backend="jax_triton"),
+        *quantize_both(x, format=ACTIVATION, backend="jax_triton"),
+        requantize_transposed(given, backend="jax_triton"),
+    )
+    plain, turned = tiles_by_numpy(x), tiles_by_numpy(x.T)
+    expected = (plain, plain, turned, tiles_by_numpy(dequantized(given).T))
+    apart = [steps_apart(q, *tiles) for q, tiles in zip(found, expected, strict=True)]
+    return max((float((one > 0).mean()), float(one.max()), 0.0) for one in apart)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,8 @@ def test_the_decode_source_computes_attention(name, interpreted):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_the_sources_quantise_as_the_reference_does(name, interpreted):
     share, apart, _ = interpreted[name]
-    # A quotient at the middle between two elements may go either way.
+    # A quotient at the middle between two elements may go either way: the interpreter rounds a
+    # fused product and sum twice.
     assert share <= 1e-3
     assert apart <= 1
 

@@ -14,7 +14,13 @@ from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
 from pallas_kernels.tuning import Table
 from tests.pallas_kernels.latent_cache import make_batch
-from tests.pallas_kernels.operands import matmul_operands, varied
+from tests.pallas_kernels.operands import (
+    dequantized,
+    matmul_operands,
+    steps_apart,
+    tiles_by_numpy,
+    varied,
+)
 from tests.pallas_kernels.test_fp8_on_gpu import check, poison_memory
 from tests.pallas_kernels.test_mla_on_gpu import OPTIONS, lengths_of, reference
 
@@ -107,22 +113,22 @@ def test_quantising_is_the_reference_s_but_for_ties(shape, dtype):
     x[-1, :] = 0.0
     x = jnp.asarray(x, dtype)
 
-    def run(backend):
-        options = {"format": ACTIVATION, "backend": backend}
-        given = quantize(x, format=ACTIVATION, backend="xla")
-        again = requantize_transposed(given, backend=backend)
+    given = quantize(x, format=ACTIVATION, backend="xla")
+
+    def run():
+        options = {"format": ACTIVATION, "backend": "jax_triton"}
+        again = requantize_transposed(given, backend="jax_triton")
         return (quantize(x, **options), *quantize_both(x, **options), again)
 
-    expected = jax.jit(lambda: run("xla"))()
     poison_memory()
-    for ours, theirs in zip(jax.jit(lambda: run("jax_triton"))(), expected, strict=True):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours.scales, theirs.scales, rtol=2**-22)
-        bits = [np.asarray(q.values).view(np.int8).astype(int) for q in (ours, theirs)]
-        apart = np.abs(bits[0] - bits[1])
+    found = jax.jit(run)()
+    plain, turned = tiles_by_numpy(x), tiles_by_numpy(x.T)
+    expected = (plain, plain, turned, tiles_by_numpy(dequantized(given).T))
+    for q, tiles in zip(found, expected, strict=True):
+        apart = steps_apart(q, *tiles)
         # A quotient at the middle between two elements may go either way.
         assert apart.max(initial=0) <= 1
-        assert (apart > 0).mean() <= 1e-3
+        assert (apart > 0).mean() <= 1e-4
 
 
 def decode(batch, *, split_len):

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager
-from jaxfound.resources.checkpoint.snapshot import one_replica, take
+from jaxfound.resources.checkpoint import CheckpointError, CheckpointManager, snapshot
+from jaxfound.resources.checkpoint.snapshot import has_room, one_replica, take
 from tests.resources import probe
 
 
@@ -73,6 +73,58 @@ def test_the_copy_shares_no_buffer_with_the_state():
     x = jnp.arange(64.0)
     copy = take({("x",): x})[("x",)]
     assert copy.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+
+
+GB = 10**9
+USED = {"bytes_limit": 100 * GB, "peak_bytes_in_use": 60 * GB}
+
+
+@pytest.mark.parametrize(
+    ("stats", "num_bytes", "fitted", "fits"),
+    [
+        (USED, 30 * GB, 0, True),
+        (USED, 31 * GB, 0, False),
+        # The peak has an earlier copy in it.
+        (USED, 31 * GB, 31 * GB, True),
+        (USED, 32 * GB, 31 * GB, False),
+        ({}, 1, 0, False),
+        ({"bytes_limit": 100 * GB}, 1, 0, False),
+    ],
+)
+def test_a_copy_beside_the_state_needs_room_beside_the_most_in_use(stats, num_bytes, fitted, fits):
+    assert has_room(stats, num_bytes=num_bytes, fitted=fitted) is fits
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_from_the_second_save_on_a_copy_on_the_device_is_taken_where_there_is_room(
+    room, tmp_path, monkeypatch
+):
+    made = []
+    copies = snapshot.Stage.copies
+    monkeypatch.setattr(snapshot, "has_room", lambda stats, **_: room)
+    monkeypatch.setattr(
+        snapshot.Stage, "copies", lambda *args: made.append(copies(*args)) or made[-1]
+    )
+    with CheckpointManager(tmp_path, keep=0) as manager:
+        state = probe.train_to(2)
+        for step in (2, 4, 6):
+            manager.save(step, state, {}, must=True)
+            state = probe.train_to(step + 2, state=state)
+        manager.wait()
+        for step in (2, 4, 6):
+            restored = manager.restore(step, like=probe.abstract(state))
+            probe.assert_equal(restored.state, probe.numbers(probe.train_to(step)))
+    assert [copy is not None for copy in made] == [room, room]
+
+
+@pytest.mark.multidevice
+def test_a_copy_on_the_devices_lies_as_the_state_does():
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    cut = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("a")))
+    arrays = [cut, jnp.arange(3.0), cut.addressable_shards[5].data]
+    for copy, array in zip(snapshot._copies(arrays), arrays, strict=True):
+        assert copy.sharding == array.sharding
+        np.testing.assert_array_equal(np.asarray(copy), np.asarray(array))
 
 
 @pytest.mark.multidevice

@@ -1,7 +1,7 @@
 """Save, list, prune and restore the steps of one run; the newest committed step is never lost.
 
-A save returns when the state is copied to host memory; a thread writes the copy, sums the files,
-and commits the step by one rename. Only then are older steps pruned. One writer per directory; any
+A save returns when later steps cannot change its copy; a thread writes that, sums the files, and
+commits the step by one rename. Only then are older steps pruned. One writer per directory; any
 number of readers. Where the state goes and how processes share the work: `saving.py`; how one of
 the checkpoints is chosen: `restoring.py`.
 """
@@ -97,6 +97,7 @@ class CheckpointManager:
             plane=self._plane,
         )
         self._writer: Writer | None = None
+        self._stage = snapshot.Stage()
         # Steps whose state is this run's own: saving one again has nothing to do.
         self._own: set[int] = set()
         self._last: int | None = None
@@ -149,9 +150,10 @@ class CheckpointManager:
         plain = _as_json(metadata)
         table = cast(dict[LeafPath, jax.Array], flatten(state))
         origin, writer = self._transit.origin, self._open_writer()
-        copy = saving.snapshot_of(
-            table, process=origin.process, in_pieces=not self._transit.is_plain
-        )
+        in_pieces = not self._transit.is_plain
+        # Before the first save, no step may have shown what it takes.
+        stage = None if self._last is None else self._stage
+        copy = saving.snapshot_of(table, process=origin.process, in_pieces=in_pieces, stage=stage)
         blocked_s = time.monotonic() - started_s
         self._last = step
         writer.start(Job(step, copy, describe(table), plain, started_s, blocked_s), origin)
@@ -160,10 +162,7 @@ class CheckpointManager:
         return "saved"
 
     def warm(self, state: object) -> None:
-        """Take a snapshot of `state` and drop it, so that the first save costs what others do.
-
-        A GPU's pinned host memory is kept; fingerprints of the training thread are compiled.
-        """
+        """Allocate and compile what the first save would, and later ones would not."""
         table = cast(dict[LeafPath, jax.Array], flatten(state))
         if not (is_host := snapshot.is_in_host_memory(table)):
             snapshot.warm(table)

@@ -243,17 +243,18 @@ def snapshot_of(
     process: int,
     in_pieces: bool,
     whose: ProcessOf = process_of,
+    stage: snapshot.Stage | None = None,
 ) -> Snapshot:
-    """Return finished copies of the leaves of `table` that later steps cannot change."""
+    """Return copies of the leaves of `table` that later steps cannot change."""
     plain = {path: unwrap_abstract(leaf) for path, leaf in table.items() if leaf.size}
-    arrays = {} if in_pieces else snapshot.take(table)
+    arrays = {} if in_pieces else snapshot.take(table, stage=stage)
     # Copies on one device that computes in the host's memory can be counted while training goes
     # on. Programs of several devices are started by one thread only: two could wait for each other.
     is_alone = all(copy.sharding.num_devices == 1 for copy in arrays.values())
     can_wait = bool(arrays) and is_alone and snapshot.is_in_host_memory(table)
     return Snapshot(
         arrays=arrays,
-        pieces=take_pieces(table, process=process, whose=whose) if in_pieces else {},
+        pieces=take_pieces(table, process=process, whose=whose, stage=stage) if in_pieces else {},
         shapes={path: tuple(leaf.shape) for path, leaf in plain.items()},
         chunks={
             path: target_sharding(leaf).shard_shape(leaf.shape) for path, leaf in plain.items()

@@ -17,7 +17,7 @@ import jax
 
 from jaxfound.resources.checkpoint.leaves import LeafPath, unwrap
 from jaxfound.resources.checkpoint.manifest import Box
-from jaxfound.resources.checkpoint.snapshot import host_sharding
+from jaxfound.resources.checkpoint.snapshot import Stage, to_host
 
 
 @runtime_checkable
@@ -82,9 +82,13 @@ def needed(leaf: jax.ShapeDtypeStruct, *, process: int, whose: ProcessOf = proce
 
 
 def take_pieces(
-    table: Mapping[LeafPath, jax.Array], *, process: int, whose: ProcessOf = process_of
+    table: Mapping[LeafPath, jax.Array],
+    *,
+    process: int,
+    whose: ProcessOf = process_of,
+    stage: Stage | None = None,
 ) -> dict[LeafPath, tuple[Piece, ...]]:
-    """Return finished copies of every box that `process` holds, each once, random keys as integers.
+    """Return copies of every box that `process` holds, each once, random keys as integers.
 
     Later steps cannot change them; where they are: `snapshot.take`.
     """
@@ -102,8 +106,7 @@ def take_pieces(
             if mine:
                 named.append((path, box, owner[box] == process))
                 views.append(on_device[mine[0]])
-    targets = [host_sharding(view.sharding) for view in views]
-    copies = jax.block_until_ready(jax.device_put(views, targets, may_alias=False))
+    copies = to_host(views, stage=stage)
     found: dict[LeafPath, tuple[Piece, ...]] = {}
     for (path, box, owned), data in zip(named, copies, strict=True):
         found[path] = (*found.get(path, ()), Piece(box, data, owned))
