@@ -46,9 +46,10 @@ def tiles_by_numpy(x):
 def steps_apart(q, elements, scales):
     """How many steps each stored element lies from one of `tiles_by_numpy`; scales are checked."""
     np.testing.assert_allclose(q.scales, scales, rtol=2**-22)
-    # Elements in order of their value are neighbours in order of their bits, on each side of 0.
-    bits = [np.asarray(v).view(np.int8).astype(int) for v in (q.values, elements)]
-    return np.abs(bits[0] - bits[1])
+    # Bits below the sign count up with the value, so neighbours are one apart; both zeros are 0.
+    bits = [np.asarray(v).view(np.uint8).astype(int) for v in (q.values, elements)]
+    places = [np.where(one & 0x80, -(one & 0x7F), one) for one in bits]
+    return np.abs(places[0] - places[1])
 
 
 def dequantized(q):
