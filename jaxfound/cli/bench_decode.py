@@ -63,14 +63,14 @@ def decode_command(
     }
     # The peer first: a process of its own, while this one holds nothing of the device.
     peers = [] if loads["peer"] is None else list(measure_peer(cfg, loads["peer"]))
-    known = facts(cfg)
+    known = facts(cfg, name=model.stem)
     found: list[Point] = []
     check_record(out, device=str(known["device"]))
     for measure, load in ((measure_pages, loads["pages"]), (measure_heads, loads["heads"])):
         for point in () if load is None else measure(cfg, load):
             found.append(point)
             open_console().print(line_of(point), markup=False)
-    open_console().print(table_of(found, peers, title=f"{cfg.name}: {context:,} tokens a row"))
+    open_console().print(table_of(found, peers, title=f"{model.stem}: {context:,} tokens a row"))
     if out is not None:
         call = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -105,12 +105,12 @@ class Point:
         }
 
 
-def facts(cfg: RunConfig) -> dict[str, object]:
-    """Return what a record says of where and what was measured."""
+def facts(cfg: RunConfig, *, name: str) -> dict[str, object]:
+    """Return what a record says of where and what was measured, under the name of a model."""
     return {
         "device": jax.devices()[0].device_kind,
         "versions": package_versions(),
-        "model": cfg.name,
+        "model": name,
         "precision": cfg.precision.model_dump(mode="json"),
         "cache_format": cfg.serve.cache_format,
     }
