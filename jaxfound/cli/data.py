@@ -1,5 +1,6 @@
 """`jaxfound data`: prepare bins of tokens, and look at a batch as the model sees it."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -44,6 +45,27 @@ def prepare_command(config: ConfigPath, overrides: Overrides = None) -> None:
             f"model.vocab_size={cfg.model.vocab_size} is smaller: this model cannot train on them",
             style="yellow",
         )
+
+
+@data_app.command("collect")
+def collect_command(
+    folder: Annotated[Path, typer.Argument(help="Top of a tree of text files.")],
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
+    pattern: Annotated[str, typer.Option(help="Names of the files that are taken.")] = "*.txt",
+    most_mb: Annotated[float, typer.Option(help="Most text, MB; 0 = all.", min=0)] = 0,
+) -> None:
+    """Write a tree of text files, each one document, as a .jsonl file that data.source can name.
+
+    Files are taken in the order of their paths, each text once; the hash says what came of it.
+    """
+    from jaxfound.data.collect import collect
+
+    found = collect(folder, out, pattern=pattern, most_bytes=int(most_mb * 1e6))
+    console = open_console(wraps=True)
+    console.print(f"{found.documents:,} documents, {found.num_bytes:,} bytes of text in {out}")
+    for reason, count in found.left_out.items():
+        console.print(f"left out: {count:,} ({reason})", highlight=False)
+    console.print(f"sha256 {found.sha256}", highlight=False, soft_wrap=True)
 
 
 @data_app.command("show")
