@@ -12,6 +12,8 @@ from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout
 
 # Rows of one tile of an expert's tokens: each expert's are padded to a multiple of it.
 TILE_ROWS = 128
+# An element in 8 bits, and its share of the scale of 128.
+EIGHT_BIT_BYTES = 1 + 4 / 128
 # Bytes of the rows in which tokens are exchanged at one time, at most.
 PIECE_BYTES = 2 * 2**30
 # Documents in a row that attention keeps softmax statistics for: one for every 128 tokens, from 8
@@ -209,10 +211,45 @@ def operands_bytes(layout: Layout, routed: bool) -> int:
     """Return the bytes of what a layer's products and its attention read and write.
 
     What lies between is made again in the kernels that need it: of a norm its input and its result
-    are kept, of a SwiGLU gate, up and what they make.
+    are kept, of a SwiGLU gate, up and what they make. Operands in 8 bits are kept in these.
     """
     width = layout.compute_bytes
-    return arrays_bytes(layout, routed, Arrays(4 * width, 2 * width, hidden=3))
+    arrays = arrays_bytes(layout, routed, Arrays(4 * width, 2 * width, hidden=3))
+    return arrays - saved_in_8_bits(layout, routed)
+
+
+def saved_in_8_bits(layout: Layout, routed: bool) -> int:
+    """Return the bytes that a layer keeps less where operands of its products are in 8 bits.
+
+    Of a norm's result and of a SwiGLU's product nothing else is kept. Attention's result is kept
+    beside its rounded one: the backward pass of attention reads it.
+    """
+    model = layout.cfg.model
+    stack = "layers" if routed == (model.ffn == "moe") else "leading"
+    precision = layout.cfg.precision
+
+    def in_8_bits(*names: str) -> bool:
+        return all(precision.format_of(f"{stack}.{name}", None) == "fp8" for name in names)
+
+    less = layout.compute_bytes - EIGHT_BIT_BYTES
+    heads = layout.channels("heads", model.num_heads)
+    stream = channels = 0.0
+    if model.mixer == "mla":
+        value_dim, mla = model.mla.v_head_dim, model.mla
+        stream += less * model.embed_dim * in_8_bits("mixer.latent_down", "mixer.rope_key")
+        channels += less * mla.kv_lora_rank * in_8_bits("mixer.key_up", "mixer.value_up")
+        channels += less * mla.q_lora_rank * in_8_bits("mixer.query_up")
+    else:
+        value_dim = model.gqa.head_dim
+        inputs = in_8_bits("mixer.query", "mixer.key", "mixer.value")
+        stream += less * model.embed_dim * inputs
+    channels -= EIGHT_BIT_BYTES * heads * value_dim * in_8_bits("mixer.out")
+    # Routers and experts read a norm's result as it is.
+    stream += less * model.embed_dim * (not routed and in_8_bits("ffn.gate", "ffn.up"))
+    hidden = model.moe.num_shared_experts * model.moe.expert_dim if routed else model.ffn_dim
+    down = "ffn.shared.down" if routed else "ffn.down"
+    channels += less * layout.channels("ffn", hidden) * in_8_bits(down)
+    return round(layout.stream_tokens * stream + layout.tokens * channels)
 
 
 def arrays_bytes(layout: Layout, routed: bool, found: Arrays) -> int:

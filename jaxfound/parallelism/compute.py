@@ -26,8 +26,9 @@ AGAIN_PASSES = 4
 # Shares of published peaks. A product of 8192^3 alone reaches 80 % of an H200's on end; with the
 # shapes of a step, and what lies between its kernels, 71 % were left: fitted to one measurement,
 # configs/dense-1.3b.yaml at 520 ms a step, of which the memory of its program then took its part.
-# Other models and devices are taken to reach as much.
-PRODUCTS: Mapping[str, float] = {"bfloat16": 0.71, "float32": 0.71, "float8": 0.60}
+# Other models and devices are taken to reach as much. In 8 bits, the layers of
+# configs/dense-2.7b.yaml took 262 ms for 247 TFLOP (docs/benchmarks/train-h200.json).
+PRODUCTS: Mapping[str, float] = {"bfloat16": 0.71, "float32": 0.71, "float8": 0.48}
 # cuDNN's causal attention on an H200, forward and backward: 45 % of the peak in rows of 2,048
 # tokens, 53 % of 4,096 and 60 % of 16,384 (docs/benchmarks/kernels-h200.json).
 ATTENTION_SHARE, ATTENTION_HALF = 0.61, 700
@@ -43,9 +44,10 @@ UPDATE_BYTES = {"adamw": 32, "muon": 24}
 USE_BYTES, SUM_BYTES = 18, 12
 # Of one that fsdp cuts each device rounds its own part; whole it is written twice, and a gradient.
 GATHERED_BYTES = 6
-# A product in eight bits rounds its operands first, along both dims in one kernel: bytes for each
-# token and channel that goes in or comes out, by the same compiled programs.
-ROUNDING_BYTES = 4.3
+# A product in eight bits rounds its operands first, along both dims in one kernel: 4.3 bytes for
+# each token and channel that goes in or comes out, by the same compiled programs, at 2.6 TB/s where
+# a copy reaches 4.3 (one H200, 16,384 x 6,912).
+ROUNDING_BYTES = 4.3 * 4.3 / 2.6
 # How often memory sees what a layer makes and does not only move (`activations.everything_bytes`),
 # by policy: what is computed again need not be kept, and is made in fewer pieces.
 PASSES_OF_ARRAYS: Mapping[str, float] = {"none": 3.1, "matmul_outputs": 2.0, "full": 2.95}

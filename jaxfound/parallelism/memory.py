@@ -15,9 +15,11 @@ from jaxfound.parallelism.backward import Moment, moments_of
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, Place, in_layer
 from jaxfound.parallelism.weights import (
     Ends,
+    Left,
     StageElements,
     copied_bytes,
     ends_of,
+    left_of,
     quantized_bytes,
     regathered_bytes,
     segment_bytes,
@@ -47,6 +49,8 @@ BATCH_BYTES_A_TOKEN = {"apart": 17, "joined": 13}
 COUNTER_BYTES = 12
 # What is there of gradients at the peak, without and with several micro-batches.
 GRADIENTS = ("float32", "of one micro-batch and the sum of all, float32")
+# The same where one device has all of each product.
+LEFT_GRADIENTS = "of products in the format of compute"
 # What stages add up in every tick is there all the time.
 STAGED_GRADIENTS = "sum of all micro-batches, float32, whole over fsdp until the end of the step"
 # Streams [tokens embed] at the loss: the last layer's result, the normalised one and its gradient.
@@ -167,6 +171,7 @@ class State:
     Attributes:
         parameters: float32.
         gradients: of one micro-batch, or of the sum of all; of stages, what they add up in.
+        left: what lies otherwise where one device goes through layers without a loop; else None.
         end_gradients: of these, what is not the layers'; it is made last.
         optimizer: what the update rule keeps.
         biases: routers' biases.
@@ -181,6 +186,7 @@ class State:
 
     parameters: int
     gradients: int
+    left: Left | None
     end_gradients: int
     optimizer: int
     biases: int
@@ -221,6 +227,9 @@ class State:
         kept, used, float32 = sum(kept_bytes(layout)), layout.compute_bytes, FLOAT32_BYTES
         ends = self.ends
         summed = self.gradients if layout.num_microbatches > 1 else 0
+        if self.left is not None:
+            yield from self.left_peaks(layout, moments, self.left, summed=summed)
+            return
         there = summed + self.gradients
         # The head's gradient is summed in the format of its use; the embedding's, or the head
         # itself until the loss is known, lies whole beside it: first where their gradients will.
@@ -233,6 +242,26 @@ class State:
         streams = LOSS_STREAMS * stream_bytes(layout, False)
         yield Peak(there, kept + streams, logit_bytes(layout), beyond)
         yield Peak(self.gradients, buffers=self.regathered)
+
+    def left_peaks(
+        self, layout: Layout, moments: Sequence[Moment], left: Left, *, summed: int
+    ) -> Iterator[Peak]:
+        """Yield the same of one device whose layers are no loop.
+
+        Weights are rounded once, before the first layer, and gradients are there when the layers
+        behind them are done: none at the loss.
+        """
+        kept, used = sum(kept_bytes(layout)), layout.compute_bytes
+        copies = self.copies + left.rounded
+        streams = LOSS_STREAMS * stream_bytes(layout, False)
+        head = copies + used * self.ends.head
+        yield Peak(summed, kept + streams, logit_bytes(layout), head)
+        for m in moments:
+            there = summed + self.end_gradients
+            yield Peak(there, kept + m.activations, 0, copies + m.weights, m.workspace)
+        last = max(m.activations for m in moments)
+        yield Peak(summed + left.gradients, last, 0, copies)
+        yield Peak(summed or left.gradients, buffers=self.regathered)
 
     def staged_peaks(
         self, layout: Layout, moments: Sequence[Moment], stages: StageElements
@@ -268,7 +297,8 @@ def gradient_text(layout: Layout) -> str:
     """Return which gradients are there at the peak."""
     if layout.pipeline is not None:
         return STAGED_GRADIENTS
-    return GRADIENTS[layout.num_microbatches > 1]
+    several = layout.num_microbatches > 1
+    return GRADIENTS[several] if several or left_of(layout) is None else LEFT_GRADIENTS
 
 
 def state_of(layout: Layout, *, slots: Slots) -> State:
@@ -282,6 +312,7 @@ def state_of(layout: Layout, *, slots: Slots) -> State:
     return State(
         parameters=_float32_bytes(layout, rules.param_axes),
         gradients=gradient_bytes(layout),
+        left=left_of(layout),
         end_gradients=FLOAT32_BYTES * sum(layout.elements(s, rules.grad_axes) for s in ends),
         optimizer=optimizer,
         biases=sum(

@@ -5,8 +5,14 @@ Copies in the format of compute, copies for the gather, and gradients before the
 
 from typing import NamedTuple
 
-from jaxfound.config.layer_formats import operations_in_fp8, segments_alike, stacks_of
+from jaxfound.config.layer_formats import (
+    linear_operations,
+    operations_in_fp8,
+    segments_alike,
+    stacks_of,
+)
 from jaxfound.config.params import LAYER_DIMS, ParamSpec
+from jaxfound.parallelism.activations import is_free
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, in_layer, is_shared, runs_first
 from jaxfound.parallelism.pipeline.facts import Pipeline
 
@@ -184,3 +190,34 @@ def layers_at_once(layout: Layout, staged: Pipeline) -> int:
     chunk, step = staged.stages.layers_a_chunk, layout.cfg.parallel.layers_per_scan_step
     whole = staged.schedule.splits_backward or step == "all"
     return chunk if whole else min(int(step), chunk)
+
+
+class Left(NamedTuple):
+    """Of a device that has all of each product and goes through its layers without a loop, bytes.
+
+    Attributes:
+        gradients: of one micro-batch; a product's in the format in which its weights were used
+            (`pallas_kernels/linear.py`).
+        rounded: the weights in the format of compute, all of them at once.
+    """
+
+    gradients: int
+    rounded: int
+
+
+def left_of(layout: Layout) -> Left | None:
+    """Return what lies otherwise on such a device; None for others."""
+    if layout.num_devices > 1 or not is_free(layout, in_a_row=layout.cfg.model.num_layers):
+        return None
+    linear, place = linear_operations(layout.params), layout.rules.grad_axes
+    in_fp8 = operations_in_fp8(layout.cfg.precision, layout.params)
+    float32 = {s.path: FLOAT32_BYTES * layout.elements(s, place) for s in layout.trained()}
+    used = {path: float32[f"{path}.kernel"] for path in linear}
+    narrow = layout.compute_bytes / FLOAT32_BYTES
+    # Experts' matrices are no linear operations, and are rounded all the same.
+    experts = sum(float32[s.path] for s in layout.trained() if "experts" in s.dims and s.is_matrix)
+    rounded = sum(size for path, size in used.items() if path not in in_fp8)
+    return Left(
+        gradients=round(sum(float32.values()) - (1 - narrow) * (sum(used.values()) + experts)),
+        rounded=round(narrow * (rounded + experts)),
+    )
