@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,14 +54,11 @@ def collect(folder: Path, out: Path, *, pattern: str, most_bytes: int = 0) -> Co
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with part.open("wb") as stream:
-            for path, text in texts(folder, pattern, left_out=left_out):
-                size = len(text.encode())
-                if most_bytes and num_bytes + size > most_bytes:
-                    break
+            for path, text in within(texts(folder, pattern, left_out=left_out), most_bytes):
                 record = json.dumps({"path": path, "text": text}, ensure_ascii=False) + "\n"
                 stream.write(record.encode())
                 digest.update(record.encode())
-                documents, num_bytes = documents + 1, num_bytes + size
+                documents, num_bytes = documents + 1, num_bytes + len(text.encode())
         if not documents:
             raise DataError(
                 f"nothing in {folder} matches {pattern!r} and is text within the limit: "
@@ -70,6 +68,16 @@ def collect(folder: Path, out: Path, *, pattern: str, most_bytes: int = 0) -> Co
     finally:
         part.unlink(missing_ok=True)
     return Collected(documents, num_bytes, dict(left_out), digest.hexdigest())
+
+
+def within(found: Iterable[tuple[str, str]], most_bytes: int) -> Iterator[tuple[str, str]]:
+    """Yield paths and texts up to the first text that would go beyond a limit; 0 = all."""
+    room = most_bytes or math.inf
+    for path, text in found:
+        room -= len(text.encode())
+        if room < 0:
+            return
+        yield path, text
 
 
 def texts(folder: Path, pattern: str, *, left_out: Counter[str]) -> Iterator[tuple[str, str]]:

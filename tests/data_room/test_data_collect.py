@@ -57,7 +57,11 @@ def test_text_ends_before_the_file_that_goes_beyond_the_limit(
 
 @pytest.mark.parametrize(
     ("out", "pattern", "words"),
-    [("x.txt", "*.py", "no .jsonl"), ("x.jsonl", "*.rs", "matches"), ("x.jsonl", "blank.*", "blan")],
+    [
+        ("x.txt", "*.py", "no .jsonl"),
+        ("x.jsonl", "*.rs", "matches"),
+        ("x.jsonl", "blank.*", "blan"),
+    ],
 )
 def test_what_gives_no_documents_is_refused_and_what_was_there_stays(
     out, pattern, words, tree, tmp_path
