@@ -69,8 +69,8 @@ FLAGS: Mapping[hardware.Platform, tuple[Flag, ...]] = {
         Flag(
             PRODUCTS_FLAG,
             triton_products_for,
-            "cuBLAS multiplies large matrices faster, and what stands beside a product of cuBLAS is "
-            "fused with its neighbours: SwiGLU's two gradients are one kernel",
+            "cuBLAS multiplies large matrices faster, and what stands beside its products is fused "
+            "with its neighbours: SwiGLU's two gradients are one kernel",
         ),
         Flag(
             SCHEDULER_FLAG,
