@@ -55,6 +55,12 @@ PEER_27 = (
     f"{WHOLE} model.embed_dim=2560 model.num_layers=32 model.num_heads=20 "
     "model.gqa.num_kv_heads=20 model.ffn_dim=6912 train.seq_len=4096 train.batch_size=4"
 )
+IN_FP8 = 'precision.rules=[{"pattern":"layers.*","format":"fp8"}]'
+# configs/moe-2.8b.yaml.
+LITE_5 = (
+    "model.num_layers=5 train.seq_len=4096 train.batch_size=4 train.documents=joined "
+    "train.loss_chunk=0 parallel.layers_per_scan_step=all"
+)
 STAGES = (
     "model.num_layers=8 model.vocab_size=4096 train.seq_len=4096 train.batch_size=16 "
     "parallel.num_microbatches=16 parallel.remat=full parallel.pipeline=2"
@@ -71,6 +77,8 @@ CASES: Mapping[str, Case] = {
     ),
     "1.3 B, whole logits": Case("llama3-8b", "1:h200", PEER_13),
     "2.7 B, whole logits": Case("llama3-8b", "1:h200", PEER_27),
+    "2.7 B, in fp8": Case("llama3-8b", "1:h200", f"{PEER_27} {IN_FP8}"),
+    "5 layers of deepseek-v2-lite": Case("deepseek-v2-lite", "1:h200", LITE_5),
     **{
         f"dense, fsdp 8, ZeRO {stage}": Case(
             "llama3-8b",

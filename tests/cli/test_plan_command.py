@@ -26,6 +26,7 @@ PLANS = {
     "moe-2.8b": ("moe-2.8b", "1:h200", ()),
     "moe-2.8b-dense": ("moe-2.8b-dense", "1:h200", ()),
     "dense-100m": ("dense-100m", "1:h200", ()),
+    "dense-7b-width": ("dense-7b-width", "1:h200", ()),
     "50b": ("50b", "3x8:h200:ib400", ()),
     "50b-3x8": ("50b-3x8", "3x8:h200:ib400", ()),
     "50b-3x8-zero": ("50b-3x8-zero", "3x8:h200:ib400", ()),
