@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -325,10 +325,16 @@ class Product(ABC):
 
     def launch(self, operands: Mapping[str, Array]) -> Array:
         """Run on `operands`, named as in `Refs`, and return the result [*group, M, columns]."""
+        names = tuple(operands)
+        run = self.kernel(names) if mosaic.is_interpreting() else _shared(self, names)
+        return run(*operands.values())
+
+    def kernel(self, operands: tuple[str, ...]) -> Callable[..., Array]:
+        """Return the launcher for operands of these names."""
         cluster = self.tile.cluster
         scratch = self.scratch()
         stack = (self.num_groups,) if self.grouping == "inner" else ()
-        run = mosaic.kernel(
+        return mosaic.kernel(
             partial(_body, self, (*operands, "out", *scratch)),
             out_type=jax.ShapeDtypeStruct((*stack, self.m, self.num_columns), self.out_dtype),
             scratch_types=tuple(scratch.values()),
@@ -337,7 +343,15 @@ class Product(ABC):
             num_warpgroups=self.tile.num_groups + 1,
             **({"cluster": (cluster,), "cluster_names": ("member",)} if cluster > 1 else {}),
         )
-        return run(*operands.values())
+
+
+@lru_cache(maxsize=256)
+def _shared(product: Product, operands: tuple[str, ...]) -> Callable[..., Array]:
+    """The launcher as one function of a program, however often it is called.
+
+    A kernel takes a third of a second to lower and longer to compile, and a model has few sizes.
+    """
+    return jax.jit(product.kernel(operands))
 
 
 def _body(product: Product, names: tuple[str, ...], *refs: Any) -> None:
