@@ -257,7 +257,10 @@ def format_of(spec: ParamSpec, layout: Layout) -> str:
 
 
 def memory_bytes(layout: Layout) -> float:
-    """Return the bytes that a device moves in a step outside of products and attention."""
+    """Return the bytes that a device moves in a step outside of products and attention.
+
+    Rounding counts as what a copy would move meanwhile.
+    """
     trained, pieces = list(layout.trained()), layout.num_microbatches
     held = sum(layout.elements(s, layout.rules.slot_axes) for s in trained)
     own = sum(layout.elements(s, layout.rules.param_axes) for s in trained)
