@@ -1,8 +1,8 @@
 """The memory ledger: bytes of one device by kind, each with its formula.
 
-State is exact, because the rules that place it are asked: parameters, gradients and the optimizer's
-arrays are float32, and a compiled step's arguments are `Ledger.argument_bytes`. Activations and
-buffers are estimates.
+State is exact, because the rules that place it are asked: parameters, summed gradients and the
+optimizer's arrays are float32, and a compiled step's arguments are `Ledger.argument_bytes`.
+Activations, buffers and what a micro-batch's gradients are left in are estimates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -29,6 +29,18 @@ class Compiles(NamedTuple):
     cold_s: float | None
     cached_s: float | None
 
+    @classmethod
+    def of(cls, first: tuple[float, bool], again: tuple[float, bool]) -> "Compiles":
+        """Return what two compilations say: of each its seconds, and whether the cache had it.
+
+        A program with Mosaic's kernels is another one the second time in a process: they are
+        numbered. A process that finds it in the cache the first time has what a restart takes.
+        """
+        (first_s, was_there), (again_s, is_there) = first, again
+        if was_there:
+            return cls(None, first_s)
+        return cls(first_s, again_s if is_there else None)
+
 
 @contextmanager
 def kept_programs(folder: Path) -> Iterator[None]:
@@ -53,16 +65,9 @@ def kept_programs(folder: Path) -> Iterator[None]:
 
 
 def compiled_twice(step: TrainStep, again: TrainStep, state: TrainState, batch: Batch) -> Compiles:
-    """Compile a step, then the same step that was made anew, and return the seconds of both.
-
-    A program with Mosaic's kernels is another one the second time in a process: they are numbered.
-    A process that finds it in the cache the first time has what a restart takes.
-    """
-    first_s, was_there = compile_seconds(step, state, batch)
-    again_s, is_there = compile_seconds(again, state, batch)
-    if was_there:
-        return Compiles(None, first_s)
-    return Compiles(first_s, again_s if is_there else None)
+    """Compile a step, then the same step that was made anew, and return the seconds of both."""
+    first = compile_seconds(step, state, batch)
+    return Compiles.of(first, compile_seconds(again, state, batch))
 
 
 def compile_seconds(step: TrainStep, state: TrainState, batch: Batch) -> tuple[float, bool]:

@@ -1,5 +1,6 @@
 """The drop-in product of linear layers: values and gradients of each precision."""
 
+import re
 from functools import partial
 
 import jax
@@ -92,6 +93,21 @@ def test_fp8_quantises_both_operands_of_the_weight_gradient_along_tokens():
     x_back = dequantized(quantized(x_t, format=ACTIVATION))
     grad_back = dequantized(quantized(np.asarray(grad).T, format=ACTIVATION))
     assert relative_error(grad_w, x_back @ grad_back.T) < 1e-6
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(("num_devices", "left_in"), [(1, "bf16"), (2, "f32")])
+def test_only_sums_that_one_device_has_are_rounded_by_the_product_itself(num_devices, left_in):
+    x, w, grad = operands(8, 32, dtype=jnp.bfloat16)
+    w = jnp.asarray(w, jnp.bfloat16)
+
+    def run(x, w, grad):
+        out, back = jax.vjp(partial(linear, precision="bfloat16"), x, w)
+        return out, back(grad)
+
+    with jax.set_mesh(jax.make_mesh((num_devices,), ("data",), (jax.sharding.AxisType.Auto,))):
+        text = str(jax.make_jaxpr(run)(x, w, jnp.asarray(grad, jnp.bfloat16)))
+    assert re.findall(r":(\w+)\[[\d,]*\] = dot_general", text) == [left_in] * 3
 
 
 def test_weights_that_were_quantised_before_give_the_same_bits_and_gradients():

@@ -5,7 +5,13 @@ import pytest
 from jaxfound.config.load import load
 from jaxfound.face import make_plan
 from jaxfound.resources.topology import Topology
-from jaxfound.training.compiler_flags import FLAGS, SCHEDULER_FLAG, SLOP_FLAG, options_for
+from jaxfound.training.compiler_flags import (
+    FLAGS,
+    PRODUCTS_FLAG,
+    SCHEDULER_FLAG,
+    SLOP_FLAG,
+    options_for,
+)
 
 CONFIG = "configs/deepseek-v2-lite.yaml"
 STAGES = ("parallel.pipeline=4", "parallel.expert=8", "parallel.schedule=dualpipe")
@@ -49,6 +55,14 @@ def test_other_layouts_and_other_platforms_keep_the_compilers_defaults():
         planned("parallel.pipeline=4", "parallel.data=8", "train.batch_size=128")
     )
     assert options(planned(*STAGES), kind="cpu") == {}
+
+
+def test_on_one_gpu_cublas_multiplies_and_on_several_the_compiler_chooses():
+    alone = make_plan(load("configs/dense-1.3b.yaml"), Topology.parse("1:h200"))
+    assert options(alone) == {PRODUCTS_FLAG: False}
+    assert options(alone, kind="cpu") == {}
+    several = make_plan(load("configs/dense-1.3b.yaml"), Topology.parse("2:h200"))
+    assert PRODUCTS_FLAG not in options(several)
 
 
 def test_what_xla_flags_says_stands(monkeypatch):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxfound.training.compile_time import Compiles
 from jaxfound.training.measure import (
     NUM_BATCHES,
     RATE,
@@ -46,6 +47,19 @@ def test_what_cannot_be_known_here_is_not_said(measured):
     assert measured.checked.memory.arguments == measured.checked.forecast.argument_bytes
     # One of the two is in the cache of programs by now, whatever it held before.
     assert measured.compiles.cached_s is not None
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([(9.0, False), (1.0, True)], (9.0, 1.0)),
+        # Mosaic's kernels are numbered, so the second program of a process is another one.
+        ([(9.0, False), (8.0, False)], (9.0, None)),
+        ([(2.0, True), (8.0, False)], (None, 2.0)),
+    ],
+)
+def test_what_the_cache_had_is_what_a_restart_takes(found, expected):
+    assert Compiles.of(*found) == expected
 
 
 def test_a_breakdown_has_every_part_and_both_sums_are_the_step(measured):
