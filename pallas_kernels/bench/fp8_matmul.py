@@ -22,7 +22,7 @@ from pallas_kernels.bench.timing import (
     interleaved,
     untimed,
 )
-from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
+from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Format, Quantized
 from pallas_kernels.fp8_matmul import op, reference
 from pallas_kernels.fp8_matmul.cases import FEW_ROWS, make_case, tuning_key
 from pallas_kernels.fp8_matmul.mosaic_decode import DecodeTile
@@ -43,7 +43,7 @@ ALIGNED = "_aligned"
 UNSCALED = "no block scales: an easier problem"
 
 
-def make_operands(sizes: Sizes) -> list[Operands]:
+def make_operands(sizes: Sizes, *, b_format: Format = WEIGHT) -> list[Operands]:
     """Operand sets that rotate; every scale block has another magnitude."""
     m, n, k = sizes
 
@@ -51,7 +51,7 @@ def make_operands(sizes: Sizes) -> list[Operands]:
     def one(key: jax.Array) -> Operands:
         keys = jax.random.split(key, 4)
         found = []
-        for index, (rows, format) in enumerate(((m, ACTIVATION), (n, WEIGHT))):
+        for index, (rows, format) in enumerate(((m, ACTIVATION), (n, b_format))):
             shape = (-(-rows // BLOCK), -(-k // BLOCK))
             powers = 2.0 ** jax.random.randint(keys[index], shape, -6, 7).astype(jnp.float32)
             spread = jnp.repeat(jnp.repeat(powers, BLOCK, 0), BLOCK, 1)[:rows, :k]
@@ -237,11 +237,20 @@ def tiles_to_try(sizes: Sizes) -> list[Tile | DecodeTile]:
 
 
 def tune(
-    sizes: Sizes, table: Table, *, num_rounds: int = 3, num_threads: int = NUM_COMPILE_THREADS
+    sizes: Sizes,
+    table: Table,
+    *,
+    num_rounds: int = 3,
+    num_threads: int = NUM_COMPILE_THREADS,
+    b_format: Format = WEIGHT,
 ) -> Iterator[tuple[Record, Table]]:
-    """Yield a record for each tile at `sizes`, and the table with the fastest right one so far."""
+    """Yield a record for each tile at `sizes`, and the table with the fastest right one so far.
+
+    Args:
+        b_format: of the second operand; tiles of 1x128 as of a weight's gradient.
+    """
     key = tuning_key(*sizes)
-    operands = make_operands(sizes)
+    operands = make_operands(sizes, b_format=b_format)
     tiles = tiles_to_try(sizes)
 
     def build(index: int) -> Candidate:

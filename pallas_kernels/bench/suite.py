@@ -20,7 +20,14 @@ from pallas_kernels.bench import (
 )
 from pallas_kernels.bench.measure import Plan
 from pallas_kernels.bench.timing import Record
-from pallas_kernels.fp8_matmul.cases import BENCH_M, BENCH_NK, BENCH_ODD
+from pallas_kernels.formats import ACTIVATION
+from pallas_kernels.fp8_matmul.cases import (
+    BENCH_M,
+    BENCH_NK,
+    BENCH_ODD,
+    TRAINING_SIZES,
+    WGRAD_SIZES,
+)
 from pallas_kernels.tuning import Table
 
 
@@ -84,7 +91,13 @@ class Sweep:
 
 SWEEPS: dict[str, Sweep] = {
     "fp8_matmul": Sweep(
-        [(m, n, k) for m in BENCH_M for n, k in BENCH_NK], fp8_matmul.named, fp8_matmul.tune
+        [*((m, n, k) for m in BENCH_M for n, k in BENCH_NK), *TRAINING_SIZES],
+        fp8_matmul.named,
+        fp8_matmul.tune,
+    ),
+    # The product of a weight's gradient, which sums over tokens; its tiles join those of fp8_matmul.
+    "fp8_wgrad": Sweep(
+        WGRAD_SIZES, fp8_matmul.named, partial(fp8_matmul.tune, b_format=ACTIVATION)
     ),
     "grouped_matmul": Sweep(grouped_matmul.SIZES, grouped_matmul.named, grouped_matmul.tune),
 }

@@ -106,6 +106,23 @@ BENCH_NK: tuple[tuple[int, int], ...] = (
     (7168, 2048),
 )
 BENCH_M: tuple[int, ...] = (64, 128, 4096, 8192)
+# Products of training with 16,384 tokens: layers of 2560 x 6912, and of 4096 x 14336.
+TRAINING_SIZES: tuple[tuple[int, int, int], ...] = (
+    (16384, 2560, 2560),
+    (16384, 6912, 2560),
+    (16384, 2560, 6912),
+    (16384, 4096, 4096),
+    (16384, 14336, 4096),
+    (16384, 4096, 14336),
+)
+WGRAD_SIZES: tuple[tuple[int, int, int], ...] = (
+    (2560, 2560, 16384),
+    (2560, 6912, 16384),
+    (6912, 2560, 16384),
+    (4096, 4096, 16384),
+    (4096, 14336, 16384),
+    (14336, 4096, 16384),
+)
 # (odd, the next multiple of 64, 8, 128).
 BENCH_ODD: tuple[tuple[tuple[int, int, int], tuple[int, int, int]], ...] = (
     ((4033, 4096, 7168), (4096, 4096, 7168)),
