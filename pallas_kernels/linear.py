@@ -1,8 +1,6 @@
 """The drop-in matrix product of a model's linear layers, in the number format that is asked for."""
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -13,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
 from pallas_kernels.fp8_matmul import fp8_matmul
-from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
+from pallas_kernels.quantize import quantize, quantize_both
 from pallas_kernels.sharded import (
     STACK_LETTERS,
     ShardRule,
@@ -156,7 +154,7 @@ def _fp8(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*
 def _fp8_product(
     x: Float[Array, "*batch k"], w: Float[Array, "k n"], dtypes: _Dtypes
 ) -> Float[Array, "*batch n"]:
-    return _fp8_forward(x, w, dtypes)[0]
+    return _fp8_of(quantize(_in_rows(x), format=ACTIVATION), quantize(w, format=WEIGHT), x, dtypes)
 
 
 def _fp8_forward(
@@ -168,24 +166,29 @@ def _fp8_forward(
 def _forward_of(
     x: Float[Array, "*batch k"], w_q: Quantized, dtypes: _Dtypes
 ) -> tuple[Float[Array, "*batch n"], tuple[Quantized, Quantized]]:
-    x_q = quantize(x.reshape(-1, x.shape[-1]) if x.ndim == 1 else x, format=ACTIVATION)
+    # What backward keeps is the transpose, in tiles along the tokens that its weight gradient sums
+    # over: as many bytes as the operand of this product, of which it would be made a second time.
+    x_q, x_t = quantize_both(_in_rows(x), format=ACTIVATION)
+    return _fp8_of(x_q, w_q, x, dtypes), (x_t, w_q)
+
+
+def _fp8_of(
+    x_q: Quantized, w_q: Quantized, x: Float[Array, "*batch k"], dtypes: _Dtypes
+) -> Float[Array, "*batch n"]:
     product = fp8_matmul(x_q, w_q.mT, out_dtype=_sum_dtype(dtypes.x))
-    # The 8-bit activations are what backward keeps: half the memory of bfloat16 ones.
-    return product.reshape(*x.shape[:-1], w_q.columns).astype(dtypes.x), (x_q, w_q)
+    return product.reshape(*x.shape[:-1], w_q.columns).astype(dtypes.x)
 
 
 def _fp8_backward(
     dtypes: _Dtypes, saved: tuple[Quantized, Quantized], grad: Float[Array, "*batch n"]
 ) -> tuple[Float[Array, "*batch k"], Float[Array, "k n"]]:
-    x_q, w_q = saved
+    x_t, w_q = saved
     # Both from the gradient itself, neither from an 8-bit copy, and never in squares: square
     # blocks on gradients made training diverge (DeepSeek-V3, appendix B.2).
-    grad_rows = grad.reshape(-1, grad.shape[-1]) if grad.ndim == 1 else grad
-    grad_q, grad_t = quantize_both(grad_rows, format=ACTIVATION)
+    grad_q, grad_t = quantize_both(_in_rows(grad), format=ACTIVATION)
     grad_x = fp8_matmul(grad_q, w_q, out_dtype=_sum_dtype(dtypes.x))
-    x_t = requantize_transposed(_quantized_tokens_in_one_dim(x_q))
     grad_w = fp8_matmul(x_t, grad_t, out_dtype=_left_in(dtypes.w))
-    grad_x = grad_x.reshape(*grad.shape[:-1], x_q.columns)
+    grad_x = grad_x.reshape(*grad.shape[:-1], w_q.rows)
     return grad_x.astype(dtypes.x), grad_w.astype(dtypes.w)
 
 
@@ -196,7 +199,7 @@ _fp8_product.defvjp(_fp8_forward, _fp8_backward)
 def _fp8_product_of(
     x: Float[Array, "*batch k"], w: Float[Array, "k n"], w_q: Quantized, dtypes: _Dtypes
 ) -> Float[Array, "*batch n"]:
-    return _forward_of(x, w_q, dtypes)[0]
+    return _fp8_of(quantize(_in_rows(x), format=ACTIVATION), w_q, x, dtypes)
 
 
 def _fp8_of_forward(
@@ -214,19 +217,14 @@ def _fp8_of_backward(
 _fp8_product_of.defvjp(_fp8_of_forward, _fp8_of_backward)
 
 
+def _in_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*rows n"]:
+    """A single vector as a matrix of one row; else `x`."""
+    return x[None] if x.ndim == 1 else x
+
+
 def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The result dtype of a product whose caller wants `dtype`: never rounded twice."""
     return dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
-
-
-def _tokens_in_one_dim(x: Float[Array, "*batch n"]) -> Float[Array, "tokens n"]:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _quantized_tokens_in_one_dim(x: Quantized) -> Quantized:
-    """The same rows as one matrix; 1x128 tiles never cross a row."""
-    values, scales = _tokens_in_one_dim(x.values), _tokens_in_one_dim(x.scales)
-    return replace(x, values=values, scales=scales, rows=values.shape[0])
 
 
 PRECISIONS: dict[str, Callable[[Array, Array], Array]] = {
