@@ -5,7 +5,6 @@ are the same length, so a step is one barrier, four wgmma and one promotion to f
 """
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +70,6 @@ class ScaledProduct(Product):
             stage = refs.b_scale_stages.at[slot, width]
             mosaic.copy_in(refs.b_scales.at[k, columns], stage, full)
 
-    @property
-    def loads_early(self) -> bool:
-        return os.environ.get("JF_EARLY") == "1"
-
     def compute_tile(self, refs: Refs, work: Work, warpgroup: Any) -> tuple[jax.Array, ...]:
         """Multiply each step into a fresh accumulator and promote it with its scales."""
         ring = self.ring(refs)
@@ -90,22 +85,16 @@ class ScaledProduct(Product):
             ring.wait_full(work.first_step + index)
             slot = ring.slot(work.first_step + index)
             a_scale = mosaic.load(refs.a_scale_stages.at[slot, my_rows], layout=mosaic.PER_ROW)
-            operands = refs.a_stages.at[slot, my_rows], refs.b_stages.at[slot, width].T
-
-            def product(accumulator: Any) -> jax.Array:
-                mosaic.wgmma(accumulator, *operands)
-                if not self.b_scales_by_row:
-                    return accumulator[...]
+            part = mosaic.multiply(
+                shape,
+                lambda acc: mosaic.wgmma(
+                    acc, refs.a_stages.at[slot, my_rows], refs.b_stages.at[slot, width].T
+                ),
+            )
+            if self.b_scales_by_row:
                 stage = refs.b_scale_stages.at[slot, width]
-                if self.loads_early:
-                    by_column = mosaic.load(stage, layout=mosaic.PER_COLUMN)
-                    part = accumulator[...]
-                else:
-                    part = accumulator[...]
-                    by_column = mosaic.load(stage, layout=mosaic.PER_COLUMN)
-                return part * lax.broadcast_in_dim(by_column, shape, [1])
-
-            part = pl.run_scoped(product, mosaic.Accumulator(shape, jnp.float32))
+                by_column = mosaic.load(stage, layout=mosaic.PER_COLUMN)
+                part = part * lax.broadcast_in_dim(by_column, shape, [1])
             ring.release(work.first_step + index)
             scaled = [
                 part[:, at : at + segment]
