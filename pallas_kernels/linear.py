@@ -1,6 +1,8 @@
 """The drop-in matrix product of a model's linear layers, in the number format that is asked for."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -11,7 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
 from pallas_kernels.fp8_matmul import fp8_matmul
-from pallas_kernels.quantize import quantize, quantize_both
+from pallas_kernels.quantize import quantize, quantize_both, rounded
 from pallas_kernels.sharded import (
     STACK_LETTERS,
     ShardRule,
@@ -20,8 +22,10 @@ from pallas_kernels.sharded import (
     vary,
     varying_axes,
 )
+from pallas_kernels.widened_matmul import widened_matmul
+from pallas_kernels.widened_matmul.cases import FEW_ROWS
 
-Precision = Literal["float32", "bfloat16", "fp8"]
+Precision = Literal["float32", "bfloat16", "fp8", "fp8_weights"]
 
 
 def linear(
@@ -34,7 +38,8 @@ def linear(
         w: weights, input features first.
         precision: "float32" multiplies in full float32 (never TF32); "bfloat16" rounds both
             operands and the incoming gradient to bfloat16 and sums in float32; "fp8" quantises
-            by the DeepSeek-V3 recipe, forward and backward, and any size is padded.
+            by the DeepSeek-V3 recipe, forward and backward, and any size is padded; "fp8_weights"
+            rounds the weights alone, to squares of 128x128, and multiplies in the dtype of `x`.
     Raises:
         ValueError: if `precision` is not a row of `PRECISIONS`.
     """
@@ -56,6 +61,23 @@ def quantized_linear(x: Float[Array, "*batch k"], w: Quantized) -> Float[Array, 
     """
     x_q = quantize(x, format=ACTIVATION)
     return fp8_matmul(x_q, w, out_dtype=_sum_dtype(x.dtype)).astype(x.dtype)
+
+
+def widened_linear(x: Float[Array, "*batch k"], w: Quantized) -> Float[Array, "*batch n"]:
+    """Return what `linear` returns in "fp8_weights", of weights kept in 8 bits; no gradient.
+
+    Few rows multiply weights that are widened as they are read; for many all are widened before.
+
+    Args:
+        x: activations; any leading dims.
+        w: weights [n, k] in squares: `quantize(w, format=WEIGHT).mT`, kept as it is.
+    """
+    num_rows = math.prod(x.shape[:-1])
+    if num_rows > FEW_ROWS:
+        return _in_own_dtype(x, w.mT.dequantize(x.dtype))
+    stack = replace(w, values=w.values[None], scales=w.scales[None])
+    product = widened_matmul(x.reshape(num_rows, x.shape[-1]), stack)
+    return product.reshape(*x.shape[:-1], w.rows)
 
 
 def linear_of_quantized(
@@ -91,6 +113,15 @@ def _float32(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array
     # Wider operands stay wide, so that a float64 check of a model is a float64 check here too.
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, w.dtype), jnp.float32)
     return _product(x, w, dtype=dtype).astype(x.dtype)
+
+
+def _fp8_weights(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*batch n"]:
+    # In the dtype of `x`, as serving widens what it keeps in 8 bits.
+    return _in_own_dtype(x, rounded(w.astype(x.dtype), format=WEIGHT))
+
+
+def _in_own_dtype(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*batch n"]:
+    return _bfloat16(x, w) if x.dtype == jnp.bfloat16 else _float32(x, w)
 
 
 @jax.custom_vjp
@@ -231,4 +262,5 @@ PRECISIONS: dict[str, Callable[[Array, Array], Array]] = {
     "float32": _float32,
     "bfloat16": _bfloat16,
     "fp8": _fp8,
+    "fp8_weights": _fp8_weights,
 }

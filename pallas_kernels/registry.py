@@ -24,6 +24,7 @@ OPS: dict[str, str] = {
     "grouped_matmul": "pallas_kernels.grouped_matmul.op",
     "mla_decode": "pallas_kernels.mla_decode.op",
     "flash_attention": "pallas_kernels.flash_attention.op",
+    "widened_matmul": "pallas_kernels.widened_matmul.op",
 }
 
 

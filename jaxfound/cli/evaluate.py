@@ -83,8 +83,8 @@ def precision_of(text: str, *, option: str) -> "PrecisionConfig":
 
     Args:
         text: `FORMAT` for every operation, or a list `FORMAT,PATTERN=FORMAT,…`: the first pattern
-            that matches an operation decides, and FORMAT alone is for the rest. fp8 for the rest
-            is fp8 products between bfloat16 activations.
+            that matches an operation decides, and FORMAT alone is for the rest. In fp8 and
+            fp8_weights for the rest activations between products are bfloat16.
         option: what messages call it.
 
     Raises:
@@ -110,11 +110,11 @@ def precision_of(text: str, *, option: str) -> "PrecisionConfig":
                 f"{option}={text}: {word!r} is no format{nearest_word(word, get_args(Format))}"
                 f" There are {', '.join(get_args(Format))}"
             )
-    rest = cast("Format", rules[-1][1])
+    rest = rules[-1][1]
     made = [PrecisionRule(pattern=p, format=cast("Format", word)) for p, word in rules]
-    if rest == "fp8":
-        return PrecisionConfig(compute="bfloat16", rules=tuple(made))
-    return PrecisionConfig(compute=rest, rules=tuple(made[:-1]))
+    if rest in ("float32", "bfloat16"):
+        return PrecisionConfig(compute=rest, rules=tuple(made[:-1]))
+    return PrecisionConfig(compute="bfloat16", rules=tuple(made))
 
 
 def config_of(

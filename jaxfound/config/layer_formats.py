@@ -10,6 +10,8 @@ from jaxfound.config.precision import LayerPattern, PrecisionConfig, PrecisionRu
 from jaxfound.config.schema import ConfigError
 
 KERNEL = ".kernel"
+# Of the matrices of experts this one stands for all.
+EXPERTS, EXPERT = ".experts", ".experts.gate"
 # Kernels that always compute in their own format, whatever the rules say.
 OWN_FORMAT = frozenset({"head", "router"})
 # Each segment of a stack is a loop of its own, which is compiled and whose weights are copied out
@@ -35,6 +37,11 @@ def linear_operations(table: ParamTable) -> list[str]:
     """Return the paths of the operations that precision rules are about."""
     paths = [s.path.removesuffix(KERNEL) for s in table if s.path.endswith(KERNEL)]
     return [p for p in paths if p.rpartition(".")[2] not in OWN_FORMAT]
+
+
+def expert_operations(table: ParamTable) -> list[str]:
+    """Return the paths of the experts of each stack, all matrices of which are one operation."""
+    return [s.path.removesuffix(EXPERT) + EXPERTS for s in table if s.path.endswith(EXPERT)]
 
 
 def stacks_of(table: ParamTable) -> list[StackOfLayers]:
@@ -90,13 +97,15 @@ def check_precision(precision: PrecisionConfig, table: ParamTable) -> None:
     for rule in precision.rules:
         check_layers(rule, stacks)
         pattern = rule.pattern if rule.layers is None else rule.layers.operation
-        if not any(fnmatchcase(path, pattern) for path in linear):
+        there = linear + expert_operations(table) if rule.format == "fp8_weights" else linear
+        if not any(fnmatchcase(path, pattern) for path in there):
             raise ConfigError(
                 f"precision.rules: pattern {rule.pattern!r} matches no linear operation of this "
-                f"model, so {rule.format} would be used nowhere. There are: {', '.join(linear)}"
+                f"model, so {rule.format} would be used nowhere. There are: {', '.join(there)}"
             )
     for stack in stacks:
-        segments = segments_alike(precision, stack.operations, stack.layers)
+        experts = [p for p in expert_operations(table) if p.startswith(f"{stack.name}.")]
+        segments = segments_alike(precision, [*stack.operations, *experts], stack.layers)
         if len(segments) > MOST_SEGMENTS:
             told = ", ".join(numbers_text(segment) for segment in segments)
             raise ConfigError(

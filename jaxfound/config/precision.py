@@ -6,12 +6,17 @@ from typing import Literal, NamedTuple
 
 from jaxfound.config.schema import Section, key
 
-Format = Literal["float32", "bfloat16", "fp8"]
+# "fp8" has both operands and gradients of a product in 8 bits, "fp8_weights" its weights alone.
+Format = Literal["float32", "bfloat16", "fp8", "fp8_weights"]
 
 # `layers.4-7.ffn.down`: a stack, layers by number, an operation of theirs.
 NUMBERED = re.compile(
     r"(?P<stack>leading|layers)\.(?P<first>\d+)(?:-(?P<last>\d+))?\.(?P<operation>.+)"
 )
+
+# Decoding multiplies queries and values by these, as they are, where a prompt multiplies latents:
+# for the two to agree their weights are not rounded.
+ABSORBED = (".mixer.key_up", ".mixer.value_up")
 
 
 class LayerPattern(NamedTuple):
@@ -34,7 +39,9 @@ class PrecisionRule(Section):
     A path is a parameter path without `.kernel`; `jaxfound model PRESET --params` lists them. Layer
     numbers may follow the stack: `layers.4-7.ffn.*` is layers 4 to 7 of the model, counted from 0
     with the leading dense ones first, `layers.7.ffn.down` one operation of layer 7.
-    Embedding, head, router, experts and norms have formats of their own.
+    Embedding, head, router and norms have formats of their own. Experts are one operation, e.g.
+    `layers.ffn.experts`, and of these formats `fp8_weights` alone is for them. It is not for what
+    decoding absorbs, MLA's key_up and value_up, which then are in the compute format.
     """
 
     pattern: str = key(
@@ -86,5 +93,6 @@ class PrecisionConfig(Section):
         """
         for rule in self.rules:
             if rule.matches(path, layer):
-                return rule.format
+                absorbed = rule.format == "fp8_weights" and path.endswith(ABSORBED)
+                return self.compute if absorbed else rule.format
         return self.compute

@@ -9,6 +9,7 @@ from jaxfound.config.layer_formats import segments_alike
 from jaxfound.models.block import Block
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.linear import Linear
+from jaxfound.models.layers.moe import Experts
 
 
 class Segment(NamedTuple):
@@ -38,7 +39,7 @@ def segments_of(blocks: Block, execution: Execution, *, first: int) -> list[Segm
         return [Segment(blocks, first)]
     num_layers = jax.tree.leaves(blocks)[0].shape[0]
     layers = range(first, first + num_layers)
-    runs = segments_alike(execution.precision, [each.path for each in linears(blocks)], layers)
+    runs = segments_alike(execution.precision, [each.path for each in operations(blocks)], layers)
     leaves, tree = jax.tree.flatten(blocks)
     # A split and not slices: its gradient is one concatenation, theirs a sum of padded stacks.
     cut = [jax.lax.split(leaf, [len(run) for run in runs]) for leaf in leaves]
@@ -51,9 +52,15 @@ def segments_of(blocks: Block, execution: Execution, *, first: int) -> list[Segm
 
 def in_formats(block: Block, execution: Execution, *, layer: int) -> Block:
     """Give the operations of a block the formats of the model's layer `layer`; return the block."""
-    for linear in linears(block):
-        linear.format = execution.precision.format_of(linear.path, layer)
+    for operation in operations(block):
+        operation.format = execution.precision.format_of(operation.path, layer)
     return block
+
+
+def operations(block: Block) -> list[Linear | Experts]:
+    """Return the operations of a block that rules are about."""
+    modules = (module for _, module in nnx.iter_modules(block))
+    return [module for module in modules if isinstance(module, Linear | Experts)]
 
 
 def linears(block: Block) -> list[Linear]:

@@ -1,8 +1,8 @@
 """Weights as serving keeps them: in the format of their products, and each layer's apart.
 
 A step of decoding is as long as its reading of weights. So what training does in every step is done
-once: kernels are rounded, those with an fp8 rule are quantised. And layers are no stack any more: a
-loop over a stack would copy each layer's weights out of it before it multiplies.
+once: kernels are rounded, those with a rule for 8 bits are quantised. And layers are no stack any
+more: a loop over a stack would copy each layer's weights out of it before it multiplies.
 """
 
 import math
@@ -20,16 +20,14 @@ from jaxfound.models.layers.linear import Linear, weight_dtype
 from pallas_kernels.formats import WEIGHT, Quantized
 from pallas_kernels.quantize import quantize
 
+# Formats whose weights are kept in 8 bits.
+IN_8_BIT = ("fp8", "fp8_weights")
 # Decoding moves these into its queries and values, as they are.
 ABSORBED = ("*.mixer.key_up.kernel", "*.mixer.value_up.kernel")
+# Of every expert a matrix [K, N]: no `Linear` holds them, and rules say whether they are in 8 bits.
+EXPERTS = ("*.experts.gate", "*.experts.up", "*.experts.down")
 # Matrices that no `Linear` holds and that are multiplied, or picked from, in the compute format.
-COMPUTE = (
-    "embedding.table",
-    "head.kernel",
-    "*.experts.gate",
-    "*.experts.up",
-    "*.experts.down",
-)
+COMPUTE = ("embedding.table", "head.kernel", *EXPERTS)
 
 
 class LayerForm(NamedTuple):
@@ -39,19 +37,22 @@ class LayerForm(NamedTuple):
         dtype: of what is kept, or of what is quantised.
         num_inputs: contracted dims of a kernel that is kept in 8-bit, transposed to [N, K]; 0 for
             whatever is not quantised.
+        num_stacked: dims before these, each entry of which is a matrix of its own.
     """
 
     dtype: jnp.dtype
     num_inputs: int = 0
+    num_stacked: int = 0
 
     def __call__(self, array: jax.Array) -> jax.Array | Quantized:
         """Return what is kept."""
         rounded = array.astype(self.dtype)
         if not self.num_inputs:
             return rounded
-        inputs = math.prod(array.shape[: self.num_inputs])
+        stack, dims = array.shape[: self.num_stacked], array.shape[self.num_stacked :]
+        inputs = math.prod(dims[: self.num_inputs])
         # Of the format in which training would quantise it, in every step.
-        return quantize(rounded.reshape(inputs, -1), format=WEIGHT).mT
+        return quantize(rounded.reshape(*stack, inputs, -1), format=WEIGHT).mT
 
 
 class Form(NamedTuple):
@@ -131,14 +132,22 @@ def forms_of(
     def form(path: str, array: jax.Array) -> Form:
         stacked, linear = dims[path][0] in LAYER_DIMS, frame.linears.get(path)
         numbers = frame.layers_of(path)
+        if matches(path, EXPERTS):
+            return Form(stacked, tuple(of_experts(path, number) for number in numbers))
         if linear is None:
             dtype = frame.execution.dtype if matches(path, COMPUTE) else array.dtype
             return Form(stacked, (LayerForm(jnp.dtype(dtype)),) * len(numbers))
         return Form(stacked, tuple(of_layer(linear, path, number) for number in numbers))
 
+    def of_experts(path: str, number: int | None) -> LayerForm:
+        operation, dtype = path.rpartition(".")[0], jnp.dtype(frame.execution.dtype)
+        if not in_8_bit or frame.execution.precision.format_of(operation, number) != "fp8_weights":
+            return LayerForm(dtype)
+        return LayerForm(dtype, num_inputs=1, num_stacked=1)
+
     def of_layer(linear: Linear, path: str, number: int | None) -> LayerForm:
         format = frame.execution.precision.format_of(linear.path, number)
-        quantised = format == "fp8" and in_8_bit and not matches(path, ABSORBED)
+        quantised = format in IN_8_BIT and in_8_bit and not matches(path, ABSORBED)
         dtype = weight_dtype(format, linear.dtype)
         return LayerForm(dtype, linear.num_inputs if quantised else 0)
 

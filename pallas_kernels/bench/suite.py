@@ -17,6 +17,7 @@ from pallas_kernels.bench import (
     grouped_matmul,
     mla_decode,
     quantize,
+    widened_matmul,
 )
 from pallas_kernels.bench.measure import Plan
 from pallas_kernels.bench.timing import Record
@@ -73,6 +74,7 @@ SUITE: dict[str, Callable[[], Iterator[Plan]]] = {
     "mla_decode": partial(_plans, mla_decode, "mla_decode"),
     "flash_attention": _flash_attention,
     "quantize": partial(_plans, quantize, "quantize"),
+    "widened_matmul": partial(_plans, widened_matmul, "widened_matmul"),
 }
 
 
@@ -95,7 +97,7 @@ SWEEPS: dict[str, Sweep] = {
         fp8_matmul.named,
         fp8_matmul.tune,
     ),
-    # The product of a weight's gradient, which sums over tokens; its tiles join those of fp8_matmul.
+    # A weight's gradient, which sums over tokens; its tiles join those of fp8_matmul.
     "fp8_wgrad": Sweep(
         WGRAD_SIZES, fp8_matmul.named, partial(fp8_matmul.tune, b_format=ACTIVATION)
     ),

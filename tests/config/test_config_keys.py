@@ -50,7 +50,10 @@ def test_the_default_in_a_row_is_the_default_of_a_run():
         ("parallel.data", ("whole number or auto", "auto", "", ">= 1")),
         ("data.source", ("text or list of text", "pydocs", "", "")),
         ("precision.rules", ("list of {pattern, format}", "[]", "", "")),
-        ("precision.rules[].format", ("one of float32, bfloat16, fp8", "required", "", "")),
+        (
+            "precision.rules[].format",
+            ("one of float32, bfloat16, fp8, fp8_weights", "required", "", ""),
+        ),
     ],
 )
 def test_a_row_says_type_default_unit_and_range_in_words(key, expected):

@@ -128,7 +128,8 @@ def test_an_override_that_cannot_be_used_is_refused_as_typed(tmp_path, override,
         ("preset: tiny-dens", "3: preset: given twice, first in x.yaml:1"),
         (
             "precision:\n  rules:\n  - {pattern: a, format: fp9}",
-            "5: precision.rules[0].format: takes one of float32, bfloat16, fp8; got the word fp9."
+            "5: precision.rules[0].format: takes one of float32, bfloat16, fp8,"
+            " fp8_weights; got the word fp9."
             " Did you mean fp8?",
         ),
         (

@@ -177,6 +177,30 @@ def test_the_expert_loads_of_all_segments_are_one_stack():
     assert loads(precision(("layers.2.*", "fp8"))) == whole
 
 
+def test_experts_take_the_format_of_their_weights_alone_by_layer():
+    model = model_config("mla_moe_yarn", num_layers=3)
+    everywhere, first = (("layers.ffn.experts", "fp8_weights"), ("layers.1.ffn.*", "fp8_weights"))
+    check_precision(precision(everywhere, first), describe(model))
+    with pytest.raises(ConfigError, match=r"layers.ffn.experts' matches no linear operation"):
+        check_precision(precision(("layers.ffn.experts", "fp8")), describe(model))
+    plain, all_of_them, one = (
+        results_of(Frame(model, execution=in_policy(precision(*rules))))
+        for rules in ((), (everywhere,), (("layers.1.ffn.experts", "fp8_weights"),))
+    )
+    # Layer 0 is dense, layers 1 and 2 have experts.
+    assert 1e-4 < worst(one, plain) < 1
+    assert worst(one, all_of_them) > 1e-4
+
+
+def test_served_experts_of_each_layer_are_kept_in_its_format():
+    model = model_config("mla_moe_yarn", num_layers=3)
+    policy = precision(("layers.2.ffn.experts", "fp8_weights"))
+    frame = Frame(model, execution=in_policy(policy))
+    kept = serving_arrays(frame, weights_of(frame)).params["layers.ffn.experts.up"]
+    assert [isinstance(layer, Quantized) for layer in kept] == [False, True]
+    assert kept[1].shape == (8, model.moe.expert_dim, model.embed_dim)
+
+
 def in_single_layers(policy, operations, layers):
     return [range(n, n + 1) for n in layers]
 

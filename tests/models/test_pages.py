@@ -152,16 +152,17 @@ def test_lengths_from_none_to_whole_tables_over_pages_of_nan(seed):
     np.testing.assert_allclose(out[:, 0], case["out"][order], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp8"])
+@pytest.mark.parametrize("precision", ["float32", "fp8", "fp8_weights"])
 def test_weights_as_serving_keeps_them_give_the_same_logits(precision):
     """Layers apart, and kernels quantised before instead of in every step."""
-    rules = [{"pattern": "*", "format": "fp8"}] if precision == "fp8" else []
+    rules = [{"pattern": "*", "format": precision}]
     policy = PrecisionConfig.model_validate({"compute": "float32", "rules": rules}, strict=False)
     frame = Frame(model_config("mla_moe_yarn"), execution=Execution(precision=policy))
     stored = weights_of(frame)
     kept = serving_arrays(frame, stored)
     quantised = {path for path, a in kept.params.items() if isinstance(first_of(a), Quantized)}
-    assert bool(quantised) == (precision == "fp8")
+    assert bool(quantised) == (precision != "float32")
+    assert any("experts" in path for path in quantised) == (precision == "fp8_weights")
     assert not any("key_up" in path or "value_up" in path for path in quantised)
     cached = np.random.default_rng(0).normal(size=pool(frame).tokens.shape)
     step = (

@@ -64,3 +64,15 @@ def dequantized(q):
 def exact_product(a, b):
     """The product of the dequantised values in float64."""
     return dequantized(a) @ dequantized(b).T
+
+
+def widened_operands(e, m, n, k, *, dtype, shared=False):
+    """Rows, weights in squares, and their product in float64, all positive: no sum cancels."""
+    rng = np.random.default_rng([e, m, n, k])
+    x = jnp.asarray(rng.uniform(0.5, 2, (m, k) if shared else (e, m, k)), dtype)
+    magnitudes = 2.0 ** rng.integers(-6, 7, (e, -(-n // 128), -(-k // 128)))
+    spread = magnitudes.repeat(128, 1).repeat(128, 2)[:, :n, :k]
+    w = quantize(jnp.asarray(rng.uniform(0.5, 2, (e, n, k)) * spread, jnp.float32), format=WEIGHT)
+    full = np.asarray(w.dequantize(jnp.float32), np.float64)
+    rows = np.broadcast_to(np.asarray(x, np.float64), (e, m, k))
+    return x, w, np.einsum("emk,enk->emn", rows, full)

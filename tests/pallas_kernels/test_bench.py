@@ -15,6 +15,7 @@ from pallas_kernels.bench import (
     mla_decode,
     quantize,
     timing,
+    widened_matmul,
 )
 from pallas_kernels.bench.machine import versions, why_not_here
 from pallas_kernels.bench.measure import (
@@ -283,6 +284,13 @@ def test_quantising_is_held_against_its_bytes():
         assert record.floor_us == 1e6 * record.bytes_moved / CEILINGS["copy_bps"]
         # e4m3 keeps three bits of a fraction.
         assert record.total_error < 2.0**-10
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_widened_weights_are_held_against_twice_the_bytes():
+    found = check(widened_matmul.problem((2, 8, 64, 128)), {"xla"})
+    assert set(found) == {"xla", "xla_bfloat16"}
+    assert found["xla_bfloat16"].bytes_moved - found["xla"].bytes_moved == 2 * 64 * 128
 
 
 def test_every_op_has_plans_whose_operands_fit_the_card():

@@ -3,11 +3,9 @@
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import types
-import zlib
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +25,9 @@ from pallas_kernels.mla_decode.cases import make_case as decode_case
 from pallas_kernels.quantize import jax_triton as quantize_file
 from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
 from pallas_kernels.quantize.cases import QuantizeCase
+from pallas_kernels.widened_matmul import jax_triton as widened_file
+from pallas_kernels.widened_matmul import widened_matmul
+from pallas_kernels.widened_matmul.cases import make_case as widened_case
 from tests.pallas_kernels.latent_cache import by_numpy, make_batch
 from tests.pallas_kernels.operands import (
     dequantized,
@@ -34,8 +35,10 @@ from tests.pallas_kernels.operands import (
     steps_apart,
     tiles_by_numpy,
     varied,
+    widened_operands,
 )
 from tests.pallas_kernels.triton_interpreter import complete_interpreter, interpreted_call
+from tests.pallas_kernels.triton_machine_code import assemble, calls_of
 
 MISSING = triton.missing()
 SLOW = pytest.mark.slow
@@ -48,6 +51,7 @@ CASES = {
     product_file: product_case(13, 16, 200, hardware=hardware.find("NVIDIA H200")),
     decode_file: decode_case(2, 16, 128, hardware=hardware.find("NVIDIA A100")),
     quantize_file: QuantizeCase(130, 16, ACTIVATION, hardware.find("NVIDIA H200")),
+    widened_file: widened_case(3, 16, 200, 300, hardware=hardware.find("NVIDIA H200")),
 }
 
 
@@ -69,6 +73,9 @@ CASES = {
         (quantize_file, {"format": replace(ACTIVATION, scale="power_of_two")}, "power_of_two"),
         (quantize_file, {"rows": 127}, "few"),
         (quantize_file, {"columns": 0}, "fills no block"),
+        (widened_file, {"hardware": hardware.find("NVIDIA A100")}, "8-bit floats"),
+        (widened_file, {"m": 129}, "129 rows"),
+        (widened_file, {"dtype": "float32"}, "float32"),
     ],
 )
 def test_what_a_kernel_does_not_serve_is_refused_with_the_reason(file, changes, words):
@@ -134,6 +141,9 @@ QUANTIZED = {
     "one column": (300, 1, "bfloat16"),
 }
 
+# Matrices, rows, N, K: one matrix in parts of K, edges in every dim, and one that nobody uses.
+WIDENED = {"in parts of K": (1, 5, 200, 1500), "a stack": (3, 17, 130, 257)}
+
 
 def write_interpreted():
     """The child process: every case through its op, the differences as one line of JSON."""
@@ -155,6 +165,13 @@ def write_interpreted():
             out, lse = by_numpy(batch, **MLA)
             np.testing.assert_allclose(result.lse, lse, rtol=2e-4, atol=1e-5)
             found[name] = difference(np.asarray(result.out, np.float64), out)
+        for name, sizes in WIDENED.items():
+            x, w, expected = widened_operands(*sizes, dtype="bfloat16", shared=name == "a stack")
+            used = jnp.arange(sizes[0]) != 1
+            out = widened_matmul(x, w, used=used, backend="jax_triton")
+            assert np.isfinite(np.asarray(out, np.float64)).all()
+            read = np.asarray(used)
+            found[name] = difference(np.asarray(out, np.float64)[read], expected[read])
         for name, (rows, columns, dtype) in QUANTIZED.items():
             found[name] = compare_quantized(rows, columns, dtype)
     sys.stdout.write(json.dumps(found))
@@ -206,6 +223,13 @@ def test_the_decode_source_computes_attention(name, interpreted):
 
 @needs_triton
 @SLOW
+@pytest.mark.parametrize("name", WIDENED)
+def test_the_widening_source_computes_the_product(name, interpreted):
+    assert interpreted[name].within(TOLERANCES["fp8_matmul", "bfloat16"]), interpreted[name]
+
+
+@needs_triton
+@SLOW
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_the_sources_quantise_as_the_reference_does(name, interpreted):
     share, apart, _ = interpreted[name]
@@ -216,48 +240,6 @@ def test_the_sources_quantise_as_the_reference_does(name, interpreted):
 
 
 # ---- machine code ----
-
-
-def calls_of(function, *shapes, kind="NVIDIA H200"):
-    """What each call of `function` to Triton carries to the device."""
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    with hardware.target(kind):
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    found = []
-
-    def look(operation):
-        for inner in (o for r in operation.regions for b in r.blocks for o in b.operations):
-            attributes = inner.operation.attributes
-            named = "call_target_name" in attributes
-            if named and attributes["call_target_name"].value == "triton_kernel_call":
-                found.append(zlib.decompress(attributes["backend_config"].value_bytes))
-            look(inner.operation)
-
-    look(lowered.compiler_ir("stablehlo").operation)
-    return found
-
-
-def number(encoded):
-    """A protobuf number: seven bits a byte, the lowest first; nothing stands for zero."""
-    return sum((byte & 127) << (7 * i) for i, byte in enumerate(encoded or b""))
-
-
-def assemble(call, path, *, kind="NVIDIA H200"):
-    """Check that a kernel fits the device and spills nothing; return its matrix instructions."""
-    # In the call's protobuf: 3 = bytes of shared memory, 4 = the PTX after its length.
-    varint = rb"([\x80-\xff]*[\x00-\x7f])"
-    head = re.search(rb"(?:\x18" + varint + rb')?"' + varint + rb"//\n// Generated by LLVM", call)
-    ptx = call[head.end(2) : head.end(2) + number(head[2])].decode("ascii")
-    assert number(head[1]) <= hardware.find(kind).scratch_bytes
-    path.write_text(ptx)
-    target = re.search(r"\.target (\w+)", ptx)[1]
-    nvidia = importlib.import_module("triton").knobs.nvidia
-    tool = nvidia.ptxas_blackwell if target.startswith("sm_10") else nvidia.ptxas
-    command = [tool.path, "-v", "--gpu-name", target, str(path), "-o", f"{path}.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"]
-    assert "serialized" not in said
-    return set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*", ptx))
 
 
 def product(x, w, *, a_format=ACTIVATION, w_format=WEIGHT, out_dtype=jnp.bfloat16):
@@ -318,6 +300,21 @@ def test_quantising_is_one_kernel_each_without_spills(shape, kind, tmp_path):
     assert len(calls) == 3
     for i, call in enumerate(calls):
         assert not assemble(call, tmp_path / f"{i}.ptx", kind=kind)
+
+
+@needs_triton
+@pytest.mark.parametrize("sizes", [(64, 16, 1408, 2048), (64, 64, 2048, 1408), (1, 9, 200, 130)])
+def test_widened_weights_become_wgmma_without_spills(sizes, tmp_path):
+    e, m, n, k = sizes
+
+    def run(x, w):
+        w = quantize(w, format=WEIGHT, backend="xla")
+        return widened_matmul(x, w, backend="jax_triton")
+
+    (call,) = calls_of(run, ((m, k), jnp.bfloat16), ((e, n, k), jnp.bfloat16))
+    instructions = assemble(call, tmp_path / "kernel.ptx")
+    assert instructions
+    assert all("f32.bf16.bf16" in one for one in instructions)
 
 
 def decode_operands(batch, num_queries, num_heads, max_pages):

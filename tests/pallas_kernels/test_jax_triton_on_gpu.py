@@ -13,6 +13,7 @@ from pallas_kernels.fp8_matmul.cases import FEW_ROWS, tuning_key
 from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
 from pallas_kernels.tuning import Table
+from pallas_kernels.widened_matmul import widened_matmul
 from tests.pallas_kernels.latent_cache import make_batch
 from tests.pallas_kernels.operands import (
     dequantized,
@@ -20,6 +21,7 @@ from tests.pallas_kernels.operands import (
     steps_apart,
     tiles_by_numpy,
     varied,
+    widened_operands,
 )
 from tests.pallas_kernels.test_fp8_on_gpu import check, poison_memory
 from tests.pallas_kernels.test_mla_on_gpu import OPTIONS, lengths_of, reference
@@ -129,6 +131,21 @@ def test_quantising_is_the_reference_s_but_for_ties(shape, dtype):
         # A quotient at the middle between two elements may go either way.
         assert apart.max(initial=0) <= 1
         assert (apart > 0).mean() <= 1e-4
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one input", "an input each"])
+@pytest.mark.parametrize(
+    "sizes", [(64, 16, 1408, 2048), (6, 64, 2048, 1408), (1, 100, 3072, 2048), (3, 7, 200, 130)]
+)
+def test_widened_weights_multiply_right_in_every_row(sizes, shared):
+    x, w, expected = widened_operands(*sizes, dtype="bfloat16", shared=shared)
+    used = np.arange(sizes[0]) % 3 != 1
+    poison_memory()
+    run = jax.jit(lambda x, w, used: widened_matmul(x, w, used=used, backend="jax_triton"))
+    out = np.asarray(run(x, w, used), np.float64)
+    assert np.isfinite(out).all()
+    measured = difference(out[used], expected[used])
+    assert measured.within(TOLERANCES["fp8_matmul", "bfloat16"]), measured
 
 
 def decode(batch, *, split_len):

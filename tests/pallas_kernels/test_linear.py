@@ -10,13 +10,13 @@ import pytest
 
 from pallas_kernels import hardware
 from pallas_kernels.formats import ACTIVATION, WEIGHT
-from pallas_kernels.linear import PRECISIONS, linear, linear_of_quantized
+from pallas_kernels.linear import PRECISIONS, linear, linear_of_quantized, widened_linear
 from pallas_kernels.quantize import quantize
 from tests.pallas_kernels.operands import dequantized, quantized
 
 # Relative error of a result against float64. float32: order of sums. bfloat16: two operands
-# rounded to 8 bits. fp8: two operands rounded to 4 bits, errors of random sign.
-RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 5e-3, "fp8": 5e-2}
+# rounded to 8 bits. fp8: two operands rounded to 4 bits, errors of random sign; or one of them.
+RELATIVE_ERROR = {"float32": 1e-6, "bfloat16": 5e-3, "fp8": 5e-2, "fp8_weights": 4e-2}
 
 
 def operands(*shape, n=24, dtype=jnp.float32):
@@ -50,6 +50,24 @@ def test_values_and_gradients_are_those_of_a_matrix_product(shape, precision):
     assert relative_error(out, (rows @ expected_w).reshape(out.shape)) < allowed
     assert relative_error(grad_x, (grad_rows @ expected_w.T).reshape(x.shape)) < allowed
     assert relative_error(grad_w, rows.T @ grad_rows) < allowed
+
+
+def test_weights_in_8_bits_alone_are_the_product_of_the_rounded_weights():
+    x, w, grad = operands(20, 300)
+    out, grad_x, grad_w = with_gradients(x, w, grad, precision="fp8_weights")
+    w_back = dequantized(quantized(w, format=WEIGHT))
+    assert relative_error(out, np.asarray(x, np.float64) @ w_back) < 1e-6
+    assert relative_error(grad_x, np.asarray(grad, np.float64) @ w_back.T) < 1e-6
+    # The gradient passes the rounding by.
+    assert relative_error(grad_w, np.asarray(x, np.float64).T @ np.asarray(grad)) < 1e-6
+
+
+@pytest.mark.parametrize("num_rows", [3, 200])
+def test_weights_kept_in_8_bits_are_widened_for_few_rows_and_for_many(num_rows):
+    x, w, _ = operands(2, num_rows, 300)
+    kept = quantize(w, format=WEIGHT).mT
+    expected = linear(x, w, precision="fp8_weights")
+    assert relative_error(widened_linear(x, kept), expected) < 1e-6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -82,7 +82,9 @@ def lowered(degrees, devices, shapes, *, execution):
     config = model_config("mla_moe_mtp", embed_dim=shapes[0].shape[2])
     sizes = {"num_experts": shapes[2].shape[0], "expert_dim": shapes[2].shape[2]}
     config = config.model_copy(update={"moe": config.moe.model_copy(update=sizes)})
-    frame = nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0), execution=execution))
+    frame = nnx.eval_shape(
+        lambda: Experts(config, rngs=nnx.Rngs(0), execution=execution, path="experts")
+    )
     graph, state = nnx.split(frame)
     variables = dict(nnx.to_flat_state(state))
 

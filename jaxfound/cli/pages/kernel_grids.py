@@ -45,6 +45,7 @@ TITLES: dict[str, str] = {
     "mla_decode": "mla_decode: pages of 64 tokens, shuffled",
     "flash_attention": "flash_attention: causal, about eight documents a row",
     "quantize": "quantize: bf16 in; the error is the format's",
+    "widened_matmul": "widened_matmul: M bf16 rows times E matrices in 8-bit squares",
 }
 
 

@@ -12,7 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hardware
+from pallas_kernels.formats import Quantized
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.widened_matmul import widened_matmul
 
 # Rows of one tile: every expert's tokens are padded to a multiple of it, so that one tile
 # multiplies one expert's matrix.
@@ -27,8 +29,10 @@ LEAST_SHARE = 0.6
 
 # What finds tokens their experts, and their way there and back, is under this name in a program.
 ROUTING = "routing"
-# gate and up [E D F], down [E F D].
+# gate and up [E D F], down [E F D]; as serving keeps them in 8 bits, transposed.
+type Kernel = jax.Array | Quantized
 type Kernels = tuple[jax.Array, jax.Array, jax.Array]
+type Kernels8Bit = tuple[Quantized, Quantized, Quantized]
 
 
 class Tiles(NamedTuple):
@@ -143,6 +147,27 @@ def outputs_of_all(
     rows_ERD = jnp.broadcast_to(rows[None], (len(gate), *rows.shape))
     hidden = nnx.silu(batched_product(rows_ERD, gate)) * batched_product(rows_ERD, up)
     out_ERD = batched_product(hidden, down)
+    return out_ERD[experts, jnp.arange(len(rows))[:, None]]
+
+
+def outputs_of_8_bit(
+    rows: Float[Array, "R D"],
+    experts: Int[Array, "R A"],
+    kernels: Kernels8Bit,
+) -> Float[Array, "R A D"]:
+    """Return what each row's experts make of it, their matrices kept in 8 bits.
+
+    Few rows meet every expert that one of them chose, whose matrices are widened as they are read;
+    the others are not read. For many rows all matrices are widened first.
+    """
+    if len(rows) > TILE_ROWS:
+        gate, up, down = (kernel.mT.dequantize(rows.dtype) for kernel in kernels)
+        return outputs_here(rows, experts, (gate, up, down))
+    gate, up, down = kernels
+    used = jnp.zeros(len(gate.values), bool).at[experts].set(True)
+    hidden = nnx.silu(widened_matmul(rows, gate, used=used))
+    hidden = hidden * widened_matmul(rows, up, used=used)
+    out_ERD = widened_matmul(hidden, down, used=used)
     return out_ERD[experts, jnp.arange(len(rows))[:, None]]
 
 

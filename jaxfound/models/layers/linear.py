@@ -13,7 +13,7 @@ from jaxfound.config.precision import Format
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.parameter import Dims, names, sizes, weight
 from pallas_kernels.formats import Quantized
-from pallas_kernels.linear import linear, quantized_linear
+from pallas_kernels.linear import linear, quantized_linear, widened_linear
 
 
 @runtime_checkable
@@ -58,12 +58,13 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x [..., *inputs] times the kernel, [..., *outputs].
 
-        Serving keeps kernels with an fp8 rule quantised, transposed to [N, K].
+        Serving keeps kernels with a rule for 8 bits quantised, transposed to [N, K].
         """
         kernel = self.kernel.get_value()
         if isinstance(kernel, Quantized):
             rows = x.shape[: x.ndim - self.num_inputs]
-            y = quantized_linear(x.reshape(*rows, kernel.columns), kernel)
+            product = widened_linear if self.format == "fp8_weights" else quantized_linear
+            y = product(x.reshape(*rows, kernel.columns), kernel)
             return y.reshape(*rows, *self.out_sizes).astype(self.dtype)
         if isinstance(kernel, OwnProduct):
             return kernel.multiply(self, x)

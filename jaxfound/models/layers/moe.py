@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.config.parallel import AxisName
+from jaxfound.config.precision import Format
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.expert_parallel import outputs_of_choices
-from jaxfound.models.layers.expert_tiles import ROUTING
+from jaxfound.models.layers.expert_tiles import (
+    ROUTING,
+    Kernel,
+    Kernels,
+    Kernels8Bit,
+    outputs_of_8_bit,
+)
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.parameter import weight
 from jaxfound.models.layers.router import LoadStats, Router, load_stats
 from jaxfound.parallelism.axes import STREAM_SEQ, free_axes, sum_over
 from jaxfound.parallelism.stream import in_stream, is_cut, to_stream
+from pallas_kernels.formats import WEIGHT, Quantized
+from pallas_kernels.quantize import rounded as rounded_to_8_bit
 
 # Axes that split tokens and not experts.
 TOKEN_AXES: tuple[AxisName, ...] = ("data", "fsdp", "context")
@@ -44,7 +53,9 @@ class Held(NamedTuple):
 class Experts(nnx.Module):
     """E SwiGLU networks side by side: gate, up [E D F] and down [E F D]."""
 
-    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution) -> None:
+    def __init__(
+        self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution, path: str
+    ) -> None:
         experts, embed = ("experts", cfg.moe.num_experts), ("embed", cfg.embed_dim)
         ffn = ("ffn", cfg.moe.expert_dim)
         self.gate = weight(rngs, (experts, embed, ffn), std=cfg.init_std)
@@ -52,6 +63,9 @@ class Experts(nnx.Module):
         std = cfg.init_std / math.sqrt(2 * cfg.num_layers)
         self.down = weight(rngs, (experts, ffn, embed), std=std)
         self.execution = execution
+        self.path = path
+        # As of a linear operation; of all formats "fp8_weights" alone is for experts.
+        self.format: Format = execution.precision.format_of(path)
 
     def __call__(
         self,
@@ -62,6 +76,10 @@ class Experts(nnx.Module):
         decoding: bool = False,
     ) -> Float[Array, "B T D"]:
         """Return each token's weighted sum over its experts, where the residual stream lies."""
+        kernels = tuple(kernel.get_value() for kernel in (self.gate, self.up, self.down))
+        if isinstance(kernels[0], Quantized):
+            # Serving keeps them so on one device only.
+            return mix_experts(x, experts, weights, *kernels)
         rules = self.execution.rules
         rows = rules.activation_spec(("batch", "seq", None))
         cut = is_cut(x, rules)
@@ -90,12 +108,14 @@ class Experts(nnx.Module):
         fsdp_dim = next((i for i, axes in enumerate(cutting) if "fsdp" in axes), None)
         copying = tuple(a for a in TOKEN_AXES if not any(a in axes for axes in cutting))
         num_copies = math.prod(mesh_sizes[axis] for axis in copying if axis in free)
-        rounded = kernel[...].astype(run.dtype)
+        cast = kernel[...].astype(run.dtype)
+        if self.format == "fp8_weights":
+            cast = rounded_to_8_bit(cast, format=WEIGHT)
         if fsdp_dim is None:
             # Whole already; the sum of its gradients is pinned to its place at once.
-            rounded = run.rules.gather(rounded, *dims)
+            cast = run.rules.gather(cast, *dims)
         return Held(
-            copies=jnp.broadcast_to(rounded[None], (num_copies, *rounded.shape)),
+            copies=jnp.broadcast_to(cast[None], (num_copies, *cast.shape)),
             spec=PartitionSpec(copying, *run.rules.param_spec(dims, kernel.shape)),
             fsdp_dim=fsdp_dim,
         )
@@ -108,7 +128,7 @@ class MixtureOfExperts(nnx.Module):
         self, cfg: ModelConfig, *, rngs: nnx.Rngs, execution: Execution, path: str
     ) -> None:
         self.router = Router(cfg, rngs=rngs, execution=execution)
-        self.experts = Experts(cfg, rngs=rngs, execution=execution)
+        self.experts = Experts(cfg, rngs=rngs, execution=execution, path=f"{path}.experts")
         hidden = cfg.moe.num_shared_experts * cfg.moe.expert_dim
         self.shared = (
             Mlp(cfg, hidden, rngs=rngs, execution=execution, path=f"{path}.shared")
@@ -171,9 +191,9 @@ def mix_experts(
     x: Float[Array, "B T D"],
     experts: Int[Array, "B T A"],
     weights: Float[Array, "B T A"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
+    gate: Kernel,
+    up: Kernel,
+    down: Kernel,
     *,
     decoding: bool = False,
 ) -> Float[Array, "B T D"]:
@@ -183,7 +203,11 @@ def mix_experts(
     those of all devices along the `expert` axis.
     """
     tokens, chosen = x.reshape(-1, x.shape[2]), experts.reshape(-1, experts.shape[2])
-    outputs = outputs_of_choices(tokens, chosen, (gate, up, down), decoding=decoding)
+    kernels = gate, up, down
+    if isinstance(gate, Quantized):
+        outputs = outputs_of_8_bit(tokens, chosen, cast("Kernels8Bit", kernels))
+    else:
+        outputs = outputs_of_choices(tokens, chosen, cast("Kernels", kernels), decoding=decoding)
     return combine(outputs, weights.reshape(chosen.shape), chosen).reshape(x.shape)
 
 

@@ -1,0 +1,157 @@
+"""Few rows times 8-bit weights in Triton: weights are read once, and widened in registers.
+
+Weights fill the wide side of the matrix unit, rows the narrow one. A program sums some rows of one
+matrix of weights over a part of K; a step is 128 of K and has one scale. Programs of a matrix that
+nobody uses read nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels import sharded, triton
+from pallas_kernels.formats import BLOCK, Quantized, round_up
+from pallas_kernels.widened_matmul.cases import FEW_ROWS, WidenedCase
+
+# Columns of X that a tile may have: what wgmma takes, up to the accumulator that fits beside sums.
+ROW_TILES: tuple[int, ...] = (16, 32, 64, 128)
+# Programs of a core at once; fewer, and its reading of weights has gaps.
+PROGRAMS_A_CORE = 3
+
+# Words of the kernel's signature: an array's address, and a number known when it is compiled.
+Pointer = Any
+constexpr = Any
+# Triton's language; set by the adapter, because this file is read without Triton too.
+tl: Any = None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program works.
+
+    Attributes:
+        weights: rows of W that it multiplies, at most a square's.
+        rows: rows of X, padded with zeros.
+        num_warps: warps that share the sums; 4 of them are one warpgroup.
+        num_stages: steps of K in flight.
+        num_splits: programs that share one tile, each with a part of K.
+    """
+
+    weights: int
+    rows: int
+    num_warps: int = 4
+    num_stages: int = 4
+    num_splits: int = 1
+
+
+def refuses(case: WidenedCase) -> str | None:
+    """Why the case is not for this kernel; None if it is."""
+    device = case.hardware
+    if case.m > FEW_ROWS:
+        return f"{case.m} rows: a program holds the sums of at most {FEW_ROWS}"
+    if case.dtype != "bfloat16":
+        return f"rows are {case.dtype}; the matrix unit takes them in bfloat16"
+    if device.platform == "cuda" and not device.supports("float8"):
+        return f"{device.kind} is {device.architecture}, which has no casts from 8-bit floats"
+    return triton.refuses(device) or sharded.refuses_mesh()
+
+
+def run(
+    x: Float[Array, "*experts m k"],
+    w: Quantized,
+    *,
+    used: Bool[Array, " e"] | None,
+    case: WidenedCase,
+) -> Float[Array, "e m n"]:
+    """Return the product in the dtype of `x`; parts of K are added in order."""
+    tile = choose_tile(case)
+    num_steps = w.values.shape[2] // BLOCK
+    inner = [(0, 0)] * (x.ndim - 1) + [(0, w.values.shape[2] - case.k)]
+    rows = jnp.pad(x, inner) if inner[-1][1] else x
+    everyone = jnp.ones((case.e,), jnp.int32)
+    dtype = x.dtype if tile.num_splits == 1 else jnp.float32
+    parts = triton.call(
+        widened_product,
+        rows,
+        w.values,
+        w.scales,
+        everyone if used is None else used.astype(jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((tile.num_splits, case.e, case.m, case.n), dtype),
+        grid=(-(-case.n // tile.weights), case.e, tile.num_splits),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        hardware=case.hardware,
+        NUM_ROWS=case.m,
+        NUM_COLUMNS=case.n,
+        STORED_ROWS=w.values.shape[1],
+        SHARED=case.shared,
+        WEIGHTS=tile.weights,
+        ROWS=tile.rows,
+        NUM_STEPS=num_steps,
+        NUM_SPLITS=tile.num_splits,
+        BLOCK=BLOCK,
+    )
+    return parts[0] if tile.num_splits == 1 else parts.sum(axis=0).astype(x.dtype)
+
+
+def choose_tile(case: WidenedCase) -> Tile:
+    """Return the tile: a square of weights, or half of one and parts of K to fill the cores."""
+    rows = next(size for size in ROW_TILES if size >= case.m)
+    cores = PROGRAMS_A_CORE * case.hardware.num_cores
+    weights = BLOCK if case.e * (round_up(case.n, BLOCK) // BLOCK) >= cores else BLOCK // 2
+    programs = case.e * -(-case.n // weights)
+    splits = max(1, min(cores // programs, -(-case.k // BLOCK) // 2, 8))
+    return Tile(weights=weights, rows=rows, num_splits=splits)
+
+
+def widened_product(
+    x: "Pointer",
+    w: "Pointer",
+    scales: "Pointer",
+    used: "Pointer",
+    out: "Pointer",
+    NUM_ROWS: "constexpr",
+    NUM_COLUMNS: "constexpr",
+    STORED_ROWS: "constexpr",
+    SHARED: "constexpr",
+    WEIGHTS: "constexpr",
+    ROWS: "constexpr",
+    NUM_STEPS: "constexpr",
+    NUM_SPLITS: "constexpr",
+    BLOCK: "constexpr",
+) -> None:
+    """Some columns of one result over one part of K; source for Triton, not to be called."""
+    start = tl.program_id(0) * WEIGHTS
+    # 64 bits: a stack may have more than 2^31 elements.
+    matrix = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    width = NUM_STEPS * BLOCK
+
+    columns = start + tl.arange(0, WEIGHTS)
+    rows = tl.arange(0, ROWS)
+    inner = tl.arange(0, BLOCK)
+    first = split * NUM_STEPS // NUM_SPLITS
+    end = (split + 1) * NUM_STEPS // NUM_SPLITS
+    # Nothing of a matrix that nobody uses is read; its results are zeros.
+    end = tl.where(tl.load(used + matrix) > 0, end, first)
+    w_at = w + (matrix * STORED_ROWS + columns)[:, None] * width + inner[None, :]
+    scale_at = scales + (matrix * (STORED_ROWS // BLOCK) + start // BLOCK) * NUM_STEPS
+    first_row = 0 if SHARED else matrix * NUM_ROWS
+    x_at = x + (first_row + rows)[:, None] * width + inner[None, :]
+    inside = (rows < NUM_ROWS)[:, None]
+
+    total = tl.zeros((WEIGHTS, ROWS), dtype=tl.float32)
+    for step in range(first, end):
+        weights = tl.load(w_at + step * BLOCK)
+        values = tl.load(x_at + step * BLOCK, mask=inside, other=0.0)
+        part = tl.dot(weights.to(values.dtype), values.T)
+        total += part * tl.load(scale_at + step)
+
+    place = ((split.to(tl.int64) * tl.num_programs(1) + matrix) * NUM_ROWS + rows)[
+        None, :
+    ] * NUM_COLUMNS + columns[:, None]
+    stored = (columns < NUM_COLUMNS)[:, None] & (rows < NUM_ROWS)[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
