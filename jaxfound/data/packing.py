@@ -9,6 +9,11 @@ Packing = Literal["packed", "padded"]
 
 # Pieces that are packed together. More packs no tighter in practice, and takes more memory.
 WINDOW = 1 << 16
+# Pieces that a row may be limited to: attention has a place for each piece of the fullest row, in
+# every row, and few places are faster.
+LIMITS = (2, 4, 8, 16, 32, 64)
+# Share of bins more than without a limit that one may cost, or one bin where there are so many.
+LIMIT_COST, FEW_BINS = 0.005, 20
 
 
 class Pieces(NamedTuple):
@@ -44,25 +49,54 @@ def cut(lengths: np.ndarray, *, documents: np.ndarray, seq_len: int) -> Pieces:
     return Pieces(np.repeat(documents, num_pieces), start, length)
 
 
-def assign(lengths: np.ndarray, *, seq_len: int, packing: Packing) -> np.ndarray:
+def assign(
+    lengths: np.ndarray, *, seq_len: int, packing: Packing, most_pieces: int | None = None
+) -> np.ndarray:
     """Return the bin of each piece, int64 [P]; bins are numbered in the order of their first piece.
 
-    `packed` is best fit, longest piece first, within windows of `WINDOW` pieces.
+    `packed` is best fit, longest piece first, within windows of `WINDOW` pieces. The shortest
+    pieces come last and fill what is left, so that a bin may hold a hundred where most hold two. So
+    bins take no more of them than the smallest of `LIMITS` that costs next to nothing.
+
+    Args:
+        lengths: inputs of each piece, [P].
+        seq_len: slots of a bin.
+        packing: `padded` gives each piece a bin of its own.
+        most_pieces: the limit, whatever it costs; None looks for one.
     """
     if packing == "padded":
         return np.arange(len(lengths))
-    parts = []
-    num_bins = 0
+    if most_pieces is not None:
+        return _in_windows(lengths, seq_len, limit=most_pieces)
+    free = _in_windows(lengths, seq_len, limit=None)
+    num_bins, fullest = free.max(initial=-1) + 1, np.bincount(free).max(initial=0)
+    most_bins = max((1 + LIMIT_COST) * num_bins, num_bins + (num_bins >= FEW_BINS))
+    for limit in (limit for limit in LIMITS if limit < fullest):
+        if len(lengths) <= limit * most_bins:
+            limited = _in_windows(lengths, seq_len, limit=limit)
+            if limited.max() < most_bins:
+                return limited
+    return free
+
+
+def _in_windows(lengths: np.ndarray, seq_len: int, *, limit: int | None) -> np.ndarray:
+    """Return the bin of each piece; no window shares a bin with another."""
+    parts, num_bins = [np.empty(0, np.int64)], 0
     for begin in range(0, len(lengths), WINDOW):
-        part = _best_fit(lengths[begin : begin + WINDOW], seq_len)
+        part = _best_fit(lengths[begin : begin + WINDOW], seq_len, limit=limit)
         parts.append(part + num_bins)
         num_bins += int(part.max()) + 1
     return np.concatenate(parts)
 
 
-def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Put each piece into the fullest bin that still holds it, longest first."""
+def _best_fit(lengths: np.ndarray, seq_len: int, *, limit: int | None) -> np.ndarray:
+    """Put each piece into the fullest bin that still holds it, longest first.
+
+    Args:
+        limit: most pieces of a bin; None for as many as fit.
+    """
     bin_P = np.empty(len(lengths), np.int64)
+    pieces_of_bin = np.zeros(len(lengths), np.int64)
     # (free slots, bin), sorted: the first entry that is large enough is the fullest bin that fits.
     open_bins: list[tuple[int, int]] = []
     num_bins = 0
@@ -75,7 +109,8 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
         else:
             free, chosen = open_bins.pop(place)
         bin_P[piece] = chosen
-        if free > length:
+        pieces_of_bin[chosen] += 1
+        if free > length and pieces_of_bin[chosen] != limit:
             bisect.insort(open_bins, (free - length, chosen))
     return _in_order_of_first_piece(bin_P)
 

@@ -215,14 +215,20 @@ def _write_splits(
         )
     np.save(work / "documents.npy", text.places)
     counts: dict[str, SplitCounts] = {}
+    most_pieces = None
     for name, chosen in (("train", ~held_out), ("eval", held_out)):
         documents = np.flatnonzero(chosen)
         if documents.size:
             pieces = cut(text.lengths, documents=documents, seq_len=seq_len)
+            bin_P = assign(
+                pieces.length, seq_len=seq_len, packing=cfg.packing, most_pieces=most_pieces
+            )
+            # One program reads both splits: held-out rows are to need no more places.
+            most_pieces = max(2, int(np.bincount(bin_P).max()))
             counts[name] = write_split(
                 work / name,
                 pieces=pieces,
-                bin_of_piece=assign(pieces.length, seq_len=seq_len, packing=cfg.packing),
+                bin_of_piece=bin_P,
                 tokens=text.tokens,
                 lengths=text.lengths,
                 seq_len=seq_len,

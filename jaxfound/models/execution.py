@@ -28,6 +28,8 @@ class Execution:
         remat: name of a recomputation policy (parallelism/remat.py).
         pipelining: the pipeline over the main stack of layers; None for none.
         documents: how attention keeps the documents of a row apart.
+        most_documents: where that is checked, documents that attention has a place for in each row;
+            None for the kernel's own number.
     """
 
     precision: PrecisionConfig = FLOAT32
@@ -36,6 +38,7 @@ class Execution:
     remat: str = "none"
     pipelining: Pipelining | None = None
     documents: Documents = "runs"
+    most_documents: int | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -52,7 +55,11 @@ ONE_DEVICE = Execution()
 
 
 def execution_of(
-    plan: ParallelPlan, precision: PrecisionConfig, *, documents: Documents = "runs"
+    plan: ParallelPlan,
+    precision: PrecisionConfig,
+    *,
+    documents: Documents = "runs",
+    most_documents: int | None = None,
 ) -> Execution:
     """Return the execution that a plan and a precision policy ask for."""
     return Execution(
@@ -62,4 +69,5 @@ def execution_of(
         remat=plan.remat,
         pipelining=None if plan.schedule is None else Pipelining.of(plan.schedule),
         documents=documents,
+        most_documents=most_documents,
     )

@@ -12,6 +12,9 @@ from jaxfound.models.execution import Documents
 from jaxfound.parallelism.context import arranged, context_degree, places_of
 from pallas_kernels.flash_attention.op import default_max_segments
 
+# Fewer are not measured to be faster.
+LEAST_PLACES = 2
+
 
 def local_rows(sharding: NamedSharding, batch_size: int, *, seq_len: int) -> slice:
     """Return the rows of the global batch that this process's devices hold.
@@ -61,6 +64,16 @@ def documents_of(cfg: RunConfig, *, most_pieces: int) -> Documents:
     if cfg.train.documents == "joined":
         return "joined"
     return "checked" if most_pieces <= default_max_segments(cfg.train.seq_len) else "runs"
+
+
+def most_documents(cfg: RunConfig, *, most_pieces: int) -> int | None:
+    """Return for how many documents of a row attention has places, where that is checked.
+
+    It is a power of two, so that other texts share compiled programs; None for the kernel's number.
+    """
+    if documents_of(cfg, most_pieces=most_pieces) != "checked":
+        return None
+    return max(LEAST_PLACES, 1 << (most_pieces - 1).bit_length())
 
 
 def arranged_for_context(batch: Batch) -> tuple[Batch, Int[Array, " T"] | None]:

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfound.config.precision import PrecisionConfig
 from jaxfound.models.build import Frame
 from jaxfound.models.execution import Execution
-from jaxfound.training.batches import documents_of
+from jaxfound.training.batches import documents_of, most_documents
 from jaxfound.training.objective import ahead_of, objective_of, terms_of, token_counts
+from pallas_kernels import hardware
 from tests.models.tiny import (
     forward,
     jit,
@@ -143,3 +145,28 @@ def test_the_loader_vouches_for_rows_whose_documents_all_have_places():
     assert documents_of(cfg, most_pieces=9) == "runs"
     joined = run_config(model_config("gqa"), length=64, train={"documents": "joined"})
     assert documents_of(joined, most_pieces=9) == "joined"
+
+
+@pytest.mark.parametrize(
+    ("most_pieces", "places"), [(1, 2), (2, 2), (3, 4), (5, 8), (16, 16), (17, None)]
+)
+def test_attention_has_a_place_for_each_document_of_the_fullest_row(most_pieces, places):
+    cfg = run_config(model_config("gqa", max_positions=2048), length=2048)
+    assert most_documents(cfg, most_pieces=most_pieces) == places
+
+
+@pytest.mark.parametrize("places", [2, 16])
+def test_attention_on_an_h200_keeps_statistics_for_as_many_documents_as_have_places(places, batch):
+    execution = Execution(precision=PrecisionConfig(), documents="checked", most_documents=places)
+    frame = Frame(model_config("gqa"), execution=execution)
+
+    def loss(params, buffers, batch):
+        model = frame.bind(params, buffers)
+        row = model.row(batch.tokens, batch.positions, batch.segment_ids)
+        return model.hidden(batch.tokens, row).final.sum()
+
+    with hardware.target("NVIDIA H200"):
+        traced = jax.jit(jax.grad(loss)).trace(*frame.shapes(), batch)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    heads, (rows, length) = frame.cfg.num_heads, batch.tokens.shape
+    assert f"tensor<{rows}x{places}x{heads}x{length}xf32>" in text

@@ -11,6 +11,7 @@ import pytest
 from jaxfound.data.batch import Batch
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
+from jaxfound.training.batches import most_documents
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import NonFiniteError
 from jaxfound.training.loop import Parts, fit, never
@@ -189,5 +190,7 @@ def test_a_run_vouches_for_its_own_rows_and_knows_the_fullest(tmp_path):
     rows = np.asarray(run.prepared.train.segment_ids)
     assert run.prepared.train.most_pieces == rows.max()
     assert run.frame.execution.documents == ("checked" if rows.max() <= 8 else "runs")
+    assert run.frame.execution.most_documents == most_documents(run.cfg, most_pieces=int(rows.max()))
     joined = start(tiny(tmp_path, "train.documents=joined", "runs_dir=" + str(tmp_path / "other")))
     assert joined.frame.execution.documents == "joined"
+    assert joined.frame.execution.most_documents is None

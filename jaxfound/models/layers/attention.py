@@ -11,14 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.cache import KeyValueCache, write_at
-from jaxfound.models.execution import Documents, Execution
+from jaxfound.models.execution import Execution
 from jaxfound.models.layers.context_attention import attend_over_context
 from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.models.layers.linear import Linear
 from jaxfound.models.layers.paged_attention import attend_pages
 from jaxfound.models.layers.rope import angles_of, frequencies, rotate, rotation_factor
 from jaxfound.models.pages import KeyValuePages, PagedView, written
-from jaxfound.parallelism.axes import ShardingRules
 from jaxfound.parallelism.context import context_degree, whole_rows
 from jaxfound.parallelism.remat import ATTENTION
 from pallas_kernels.flash_attention import flash_attention
@@ -65,8 +64,7 @@ def attend_rows(
     *,
     view: View,
     scale: float,
-    rules: ShardingRules,
-    documents: Documents,
+    execution: Execution,
 ) -> Float[Array, "B T N V"]:
     """Return the attention of packed rows over themselves, by the fastest kernel that is right.
 
@@ -81,9 +79,16 @@ def attend_rows(
         ValueError: if rows are cut over `context` and not arranged for it.
     """
     if context_degree() == 1:
-        packed = "checked" if documents == "checked" else "runs"
+        checked = execution.documents == "checked"
         return flash_attention(
-            q, k, v, segment_ids=view.segment_ids, causal=True, scale=scale, packed=packed
+            q,
+            k,
+            v,
+            segment_ids=view.segment_ids,
+            causal=True,
+            scale=scale,
+            packed="checked" if checked else "runs",
+            max_segments=execution.most_documents if checked else None,
         )
     if view.places is None:
         raise ValueError(
@@ -93,7 +98,7 @@ def attend_rows(
         )
     ids = view.segment_ids
     ids = jnp.ones(q.shape[:2], jnp.int32) if ids is None else ids
-    return attend_over_context(q, k, v, segment_ids=ids, scale=scale, rules=rules)
+    return attend_over_context(q, k, v, segment_ids=ids, scale=scale, rules=execution.rules)
 
 
 def attend(
@@ -143,22 +148,14 @@ class GroupedQueryAttention(nnx.Module):
         self.value = make("value", embed, keys, cfg.init_std)
         self.out = make("out", queries, embed, cfg.init_std / math.sqrt(2 * cfg.num_layers))
         self.rules = execution.rules
-        self.documents: Documents = execution.documents
+        self.execution = execution
         self.cfg = cfg
 
     def __call__(self, x: Float[Array, "B T D"], view: View) -> Float[Array, "B T D"]:
         """Return the attention of x over its own row."""
         q, k, v = self._project(x, view.positions)
         k, v = (whole_rows(x, "kv_heads", None, rules=self.rules) for x in (k, v))
-        mixed = attend_rows(
-            q,
-            k,
-            v,
-            view=view,
-            scale=self.scale,
-            rules=self.rules,
-            documents=self.documents,
-        )
+        mixed = attend_rows(q, k, v, view=view, scale=self.scale, execution=self.execution)
         return self._finish(mixed)
 
     def extend(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.cache import HeadCache, LatentCache, write_at
-from jaxfound.models.execution import Documents, Execution
+from jaxfound.models.execution import Execution
 from jaxfound.models.layers.attention import CachedView, View, attend, attend_rows
 from jaxfound.models.layers.embedding import NEG_INF
 from jaxfound.models.layers.linear import Linear
@@ -69,7 +69,7 @@ class LatentAttention(nnx.Module):
         self.out = make("out", values, embed, std / math.sqrt(2 * cfg.num_layers))
         self.cfg = cfg
         self.rules = execution.rules
-        self.documents: Documents = execution.documents
+        self.execution = execution
 
     def __call__(self, x: Float[Array, "B T D"], view: View) -> Float[Array, "B T D"]:
         """Return the attention of x over its own row, in the expanded form."""
@@ -82,15 +82,8 @@ class LatentAttention(nnx.Module):
         q = pin(jnp.concatenate([q_nope, q_rope], axis=-1), "batch", "seq", "heads", None)
         k = pin(k_BSNH, "copies", None, "heads", None)
         v = pin(v_BSNV, "copies", None, "heads", None)
-        mixed = attend_rows(
-            q,
-            k,
-            v,
-            view=view,
-            scale=mla_scale(self.cfg),
-            rules=self.rules,
-            documents=self.documents,
-        )
+        scale = mla_scale(self.cfg)
+        mixed = attend_rows(q, k, v, view=view, scale=scale, execution=self.execution)
         return self._finish(mixed)
 
     def extend(
