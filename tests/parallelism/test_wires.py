@@ -198,7 +198,7 @@ def test_products_take_the_stated_share_of_the_published_peak():
     flops = token_flops(dense)
     terms = compute_terms(dense, H200S)
     assert terms.products == pytest.approx(3 * flops.products * 128 / (989.4e12 * 0.71))
-    share = 0.61 * 128 / (128 + 700)
+    share = 0.8 * 0.61 * 128 / (128 + 700)
     scores = 3.5 * (flops.causal - flops.products) * 128
     assert terms.attention == pytest.approx(scores / (989.4e12 * share))
     assert compute_seconds(dense, H200S) == terms.total == terms.busy
