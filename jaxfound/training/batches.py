@@ -8,8 +8,9 @@ from jaxtyping import Array, Int
 
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
-from jaxfound.models.execution import Documents
+from jaxfound.models.execution import Documents, Execution, execution_of
 from jaxfound.parallelism.context import arranged, context_degree, places_of
+from jaxfound.parallelism.plan import ParallelPlan
 from pallas_kernels.flash_attention.op import default_max_segments
 
 # Fewer are not measured to be faster.
@@ -74,6 +75,16 @@ def most_documents(cfg: RunConfig, *, most_pieces: int) -> int | None:
     if documents_of(cfg, most_pieces=most_pieces) != "checked":
         return None
     return max(LEAST_PLACES, 1 << (most_pieces - 1).bit_length())
+
+
+def execution_for(plan: ParallelPlan, cfg: RunConfig, *, most_pieces: int) -> Execution:
+    """Return the execution of a run whose fullest row has `most_pieces` documents."""
+    return execution_of(
+        plan,
+        cfg.precision,
+        documents=documents_of(cfg, most_pieces=most_pieces),
+        most_documents=most_documents(cfg, most_pieces=most_pieces),
+    )
 
 
 def arranged_for_context(batch: Batch) -> tuple[Batch, Int[Array, " T"] | None]:

@@ -19,7 +19,7 @@ from jaxfound.config.params import ParamTable
 from jaxfound.config.run import RunConfig
 from jaxfound.config.schema import ConfigError
 from jaxfound.data import BinLoader, Prepared, load_tokenizer
-from jaxfound.models import describe, execution_of
+from jaxfound.models import describe
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.resources.checkpoint import CheckpointManager
@@ -29,13 +29,7 @@ from jaxfound.resources.metrics import RESUME, MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device, Topology
-from jaxfound.training.batches import (
-    batch_like,
-    documents_of,
-    local_rows,
-    most_documents,
-    to_devices,
-)
+from jaxfound.training.batches import batch_like, execution_for, local_rows, to_devices
 from jaxfound.training.checkpoints import open_checkpoints
 from jaxfound.training.compiler_flags import options_for
 from jaxfound.training.continues import check_continues
@@ -138,12 +132,7 @@ def start(
     prepared = prepare_once(plane, cfg, tokenizer)
     held_out = () if prepared.eval is None else (prepared.eval,)
     fullest = max(split.most_pieces for split in (prepared.train, *held_out))
-    execution = execution_of(
-        plan,
-        cfg.precision,
-        documents=documents_of(cfg, most_pieces=fullest),
-        most_documents=most_documents(cfg, most_pieces=fullest),
-    )
+    execution = execution_for(plan, cfg, most_pieces=fullest)
     return Run(
         cfg=cfg,
         directory=directory,

@@ -18,12 +18,12 @@ from jaxfound.communication import Collective, axes_crossed, collectives
 from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
-from jaxfound.models import describe, execution_of
+from jaxfound.models import describe
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
 from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.resources.topology import Device
-from jaxfound.training.batches import documents_of
+from jaxfound.training.batches import execution_for
 from jaxfound.training.objective import Terms, token_counts
 from jaxfound.training.optimizer import make_optimizer, optimizer_slots
 from jaxfound.training.shrink import Degrees, shrunk
@@ -110,9 +110,7 @@ class Trial:
         plan = make_plan(cfg, num_devices, params=self.table, optimizer_slots=slots)
         mesh = build_mesh(plan, devices=devices[:num_devices])
         fullest = int(np.max(self.batch.segment_ids))
-        execution = execution_of(
-            plan, cfg.precision, documents=documents_of(cfg, most_pieces=fullest)
-        )
+        execution = execution_for(plan, cfg, most_pieces=fullest)
         frame = Frame(cfg.model, execution=execution)
         tx = make_optimizer(cfg.optimizer, self.table, rules=frame.execution.rules)
         places = state_shardings(frame, tx, mesh=mesh)
