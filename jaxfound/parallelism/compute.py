@@ -30,9 +30,9 @@ AGAIN_PASSES = 4
 # configs/dense-2.7b.yaml took 262 ms for 247 TFLOP (docs/benchmarks/train-h200.json).
 PRODUCTS: Mapping[str, float] = {"bfloat16": 0.71, "float32": 0.71, "float8": 0.48}
 # cuDNN's causal attention on an H200, forward and backward, reaches 45 % of the peak in rows of
-# 2,048 tokens, 53 % of 4,096 and 60 % of 16,384 (docs/benchmarks/kernels-h200.json). Between the other
-# kernels of a step, at the power that is left, it was at 80 % of that in models of 1.3 and 2.7 B
-# parameters (docs/benchmarks/train-h200.json).
+# 2,048 tokens, 53 % of 4,096 and 60 % of 16,384 (docs/benchmarks/kernels-h200.json). Between the
+# other kernels of a step, at the power that is left, it was at 80 % of that in models of 1.3 and
+# 2.7 B parameters (docs/benchmarks/train-h200.json).
 ATTENTION_SHARE, ATTENTION_HALF = 0.8 * 0.61, 700
 # A copy on an H200, in the same record.
 MEMORY_SHARE = 0.89

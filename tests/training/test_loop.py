@@ -190,7 +190,8 @@ def test_a_run_vouches_for_its_own_rows_and_knows_the_fullest(tmp_path):
     rows = np.asarray(run.prepared.train.segment_ids)
     assert run.prepared.train.most_pieces == rows.max()
     assert run.frame.execution.documents == ("checked" if rows.max() <= 8 else "runs")
-    assert run.frame.execution.most_documents == most_documents(run.cfg, most_pieces=int(rows.max()))
+    places = most_documents(run.cfg, most_pieces=int(rows.max()))
+    assert run.frame.execution.most_documents == places
     joined = start(tiny(tmp_path, "train.documents=joined", "runs_dir=" + str(tmp_path / "other")))
     assert joined.frame.execution.documents == "joined"
     assert joined.frame.execution.most_documents is None
