@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
 from pallas_kernels.fp8_matmul import fp8_matmul
-from pallas_kernels.quantize import quantize, quantize_both, rounded
+from pallas_kernels.quantize import (
+    quantize,
+    quantize_both,
+    rounded,
+    swiglu_both,
+    swiglu_gradients_both,
+)
 from pallas_kernels.sharded import (
     STACK_LETTERS,
     ShardRule,
@@ -94,6 +100,33 @@ def linear_of_quantized(
         w_q: `quantize(w, format=WEIGHT)`.
     """
     return _fp8_product_of(x, w, w_q, _Dtypes(x=x.dtype, w=w.dtype))
+
+
+class Swiglu(NamedTuple):
+    """What there is one of for each matrix of a feed-forward down(silu(gate(x)) · up(x))."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+def swiglu_of_quantized(
+    x: Float[Array, "*batch k"], w: Swiglu, w_q: Swiglu
+) -> Float[Array, "*batch k"]:
+    """Return down(silu(gate(x)) · up(x)) in "fp8", of weights that were quantised before.
+
+    As three calls of `linear_of_quantized`, but that what is multiplied and its gradients stay in
+    float32 until they are rounded to 8 bits, by the kernels that make them. For arrays that one
+    device has whole; `serves_swiglu` says where it is worth it.
+
+    Args:
+        x: activations; any leading dims.
+        w: the weights, [k, n] and [n, k], which get the gradients; their values are not read.
+        w_q: `quantize(w, format=WEIGHT)` of each.
+    """
+    tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    out: Array = _swiglu(tokens, w, w_q, _Dtypes(x=x.dtype, w=w.gate.dtype))
+    return out.reshape(*x.shape[:-1], w_q.down.columns)
 
 
 def _product(
@@ -246,6 +279,41 @@ def _fp8_of_backward(
 
 
 _fp8_product_of.defvjp(_fp8_of_forward, _fp8_of_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnames=("dtypes",))
+def _swiglu(
+    x: Float[Array, "tokens k"], w: Swiglu, w_q: Swiglu, dtypes: _Dtypes
+) -> Float[Array, "tokens k"]:
+    return _swiglu_forward(x, w, w_q, dtypes)[0]
+
+
+def _swiglu_forward(
+    x: Float[Array, "tokens k"], w: Swiglu, w_q: Swiglu, dtypes: _Dtypes
+) -> tuple[Float[Array, "tokens k"], tuple[Any, ...]]:
+    x_q, x_t = quantize_both(x, format=ACTIVATION)
+    gate, up = (_fp8_of(x_q, kernel, x, dtypes) for kernel in (w_q.gate, w_q.up))
+    hidden_q, hidden_t = swiglu_both(gate, up)
+    return _fp8_of(hidden_q, w_q.down, x, dtypes), (x_t, gate, up, hidden_t, w_q)
+
+
+def _swiglu_backward(
+    dtypes: _Dtypes, saved: tuple[Any, ...], grad: Float[Array, "tokens k"]
+) -> tuple[Float[Array, "tokens k"], Swiglu, None]:
+    x_t, gate, up, hidden_t, w_q = saved
+    product = partial(fp8_matmul, out_dtype=_sum_dtype(dtypes.x))
+    of_weight = partial(fp8_matmul, out_dtype=_left_in(dtypes.w))
+    grad_q, grad_t = quantize_both(grad, format=ACTIVATION)
+    of_hidden = product(grad_q, w_q.down).astype(dtypes.x)
+    (gate_q, gate_t), (up_q, up_t) = swiglu_gradients_both(gate, up, of_hidden)
+    of_x = product(gate_q, w_q.gate).astype(dtypes.x) + product(up_q, w_q.up).astype(dtypes.x)
+    of_weights = Swiglu(
+        gate=of_weight(x_t, gate_t), up=of_weight(x_t, up_t), down=of_weight(hidden_t, grad_t)
+    )
+    return of_x, Swiglu(*(one.astype(dtypes.w) for one in of_weights)), None
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def _in_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*rows n"]:

@@ -13,14 +13,23 @@ from pallas_kernels.accuracy import Difference, difference
 from pallas_kernels.bench.measure import Check, Part, Problem, Work
 from pallas_kernels.bench.timing import compiled_candidate, untimed
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Format, Quantized
-from pallas_kernels.quantize import OP, quantize, quantize_both, requantize_transposed
+from pallas_kernels.quantize import (
+    OP,
+    quantize,
+    quantize_both,
+    requantize_transposed,
+    swiglu_both,
+    swiglu_gradients_both,
+)
 from pallas_kernels.quantize.cases import BENCH_SHAPES, QuantizeCase, Way, bytes_moved
+from pallas_kernels.quantize.reference import swiglu, swiglu_gradients
 
 # Rows, columns.
 Sizes = tuple[int, int]
 SIZES: tuple[Sizes, ...] = BENCH_SHAPES
 PLAIN: dict[str, Format] = {"1x128": ACTIVATION, "128x128": WEIGHT}
 BOTH, TRANSPOSED = "both_1x128", "transposed_1x128"
+SWIGLU, GRADIENTS = "swiglu_1x128", "swiglu_gradients_1x128"
 CHECKED_ROWS = 128
 # Inputs rotate through more memory than any L2 holds.
 ROTATION_BYTES = 200_000_000
@@ -70,21 +79,40 @@ def problem(sizes: Sizes) -> Problem:
         add(name, case_of(format, "plain"), partial(quantize, format=format), inputs)
     add(BOTH, case_of(ACTIVATION, "both"), partial(quantize_both, format=ACTIVATION), inputs)
     add(TRANSPOSED, case_of(ACTIVATION, "transposed"), requantize_transposed, quantised)
+    several = [untimed(_of_swiglu)(x) for (x,) in inputs]
+    pairs = [(gate, up) for gate, up, _ in several]
+    add(SWIGLU, case_of(ACTIVATION, "swiglu"), swiglu_both, pairs)
+    add(GRADIENTS, case_of(ACTIVATION, "swiglu_gradients"), swiglu_gradients_both, several)
     return Problem("quantize", named(sizes), parts, partial(_checker, inputs[0][0]))
+
+
+def _of_swiglu(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gate, up and the gradient of their product, each another array."""
+    return x, -x, 2 * x
 
 
 def _checker(x: jax.Array) -> Check:
     """Compare what comes back with the input: the error is the format's, not the kernel's."""
     few = slice(0, CHECKED_ROWS)
-    expected = np.asarray(x[few].astype(jnp.float32))
-    columns = np.asarray(x[:, few].astype(jnp.float32)).T
     back: Callable[[Quantized], jax.Array] = untimed(lambda q: q.dequantize()[few])
+    one_way = lambda matrix: np.asarray(matrix[few].astype(jnp.float32))
+
+    def both_ways(matrix: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        return one_way(matrix), one_way(matrix.T)
+
+    gate, up, grad = _of_swiglu(x)
+    expected = {
+        BOTH: both_ways(x),
+        TRANSPOSED: both_ways(x)[1:],
+        SWIGLU: both_ways(untimed(swiglu)(gate, up)[0]),
+        GRADIENTS: sum(map(both_ways, untimed(swiglu_gradients)(gate, up, grad)), ()),
+    }
 
     def check(name: str, result: Any) -> Difference:
-        if name.endswith(BOTH):
-            pairs = zip(result, (expected, columns), strict=True)
-            return max(difference(np.asarray(back(q)), right) for q, right in pairs)
-        right = columns if name.endswith(TRANSPOSED) else expected
-        return difference(np.asarray(back(result)), right)
+        way = next((way for way in expected if name.endswith(f"_{way}")), None)
+        rights = (one_way(x),) if way is None else expected[way]
+        found = jax.tree.leaves(result, is_leaf=lambda one: isinstance(one, Quantized))
+        pairs = zip(found, rights, strict=True)
+        return max(difference(np.asarray(back(q)), right) for q, right in pairs)
 
     return check

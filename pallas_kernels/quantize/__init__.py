@@ -7,6 +7,19 @@ from pallas_kernels.quantize.op import (
     quantize_both,
     requantize_transposed,
     rounded,
+    serves_swiglu,
+    swiglu_both,
+    swiglu_gradients_both,
 )
 
-__all__ = ["OP", "SCOPE", "quantize", "quantize_both", "requantize_transposed", "rounded"]
+__all__ = [
+    "OP",
+    "SCOPE",
+    "quantize",
+    "quantize_both",
+    "requantize_transposed",
+    "rounded",
+    "serves_swiglu",
+    "swiglu_both",
+    "swiglu_gradients_both",
+]

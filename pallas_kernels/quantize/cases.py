@@ -8,8 +8,10 @@ from pallas_kernels.hardware import Hardware
 
 # What rounds is under this name in a program.
 SCOPE = "quantize"
-# What comes of a matrix: itself; itself and its transpose; of one in 8-bit, its transpose.
-Way = Literal["plain", "both", "transposed"]
+# What comes of a matrix: itself; itself and its transpose; of one in 8-bit, its transpose. Both of
+# silu(gate) · up, and both of each of its gradients, where two or three matrices come in.
+Way = Literal["plain", "both", "transposed", "swiglu", "swiglu_gradients"]
+SWIGLU_WAYS: dict[Way, int] = {"swiglu": 2, "swiglu_gradients": 3}
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,15 @@ TEST_SHAPES: tuple[tuple[int, int], ...] = (
     (0, 128),
     (5, 0),
 )
-BENCH_SHAPES: tuple[tuple[int, int], ...] = ((4096, 7168), (4001, 2048), (64, 7168), (8192, 16384))
+BENCH_SHAPES: tuple[tuple[int, int], ...] = (
+    (4096, 7168),
+    (4001, 2048),
+    (64, 7168),
+    (8192, 16384),
+    # Of training with 16,384 tokens.
+    (16384, 2560),
+    (16384, 6912),
+)
 
 
 def bytes_moved(case: QuantizeCase, *, input_bytes: int = 2) -> int:
@@ -72,6 +82,10 @@ def bytes_moved(case: QuantizeCase, *, input_bytes: int = 2) -> int:
     turned = _stored_bytes(case.columns, case.rows, case.format)
     if case.way == "transposed":
         return plain + turned
+    if case.way in SWIGLU_WAYS:
+        num_inputs = SWIGLU_WAYS[case.way]
+        read = num_inputs * case.rows * case.columns * input_bytes
+        return read + (num_inputs - 1) * (plain + turned)
     return case.rows * case.columns * input_bytes + plain + turned
 
 

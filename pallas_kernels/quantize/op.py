@@ -8,15 +8,23 @@ round a quotient their own way: where it lies between two elements, either may b
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import hardware, sharded
-from pallas_kernels.formats import BLOCK, Format, FormatError, Quantized, check_quantized
+from pallas_kernels.formats import (
+    ACTIVATION,
+    BLOCK,
+    Format,
+    FormatError,
+    Quantized,
+    check_quantized,
+)
 from pallas_kernels.quantize import jax_triton, reference
-from pallas_kernels.quantize.cases import SCOPE, QuantizeCase, make_case
+from pallas_kernels.quantize.cases import SCOPE, QuantizeCase, Way, make_case
 from pallas_kernels.registry import Backend, KernelOp
 
 
@@ -93,6 +101,53 @@ def quantize_both(
     return replace(plain, values=values, scales=scales, rows=batch[-1]), turned
 
 
+def swiglu_both(
+    gate: Float[Array, "tokens n"], up: Float[Array, "tokens n"], *, backend: str | None = None
+) -> tuple[Quantized, Quantized]:
+    """Return silu(gate) · up, and its transpose [n, tokens], in tiles of 1x128.
+
+    What it multiplies is float32 until it is rounded to 8 bits.
+
+    Args:
+        backend: the backend to use; None = the fastest that serves the case.
+    Raises:
+        KernelError: if `backend` refuses the case.
+    """
+    case = _swiglu_case(gate, "swiglu")
+    stopped = jax.lax.stop_gradient((gate, up))
+    return OP.choose(case, backend=backend).run(stopped, case=case)
+
+
+def swiglu_gradients_both(
+    gate: Float[Array, "tokens n"],
+    up: Float[Array, "tokens n"],
+    grad: Float[Array, "tokens n"],
+    *,
+    backend: str | None = None,
+) -> tuple[tuple[Quantized, Quantized], tuple[Quantized, Quantized]]:
+    """Return the gradients of gate and of up, each as `quantize_both` returns a matrix.
+
+    Args:
+        grad: the gradient of silu(gate) · up.
+        backend: the backend to use; None = the fastest that serves the case.
+    Raises:
+        KernelError: if `backend` refuses the case.
+    """
+    case = _swiglu_case(gate, "swiglu_gradients")
+    stopped = jax.lax.stop_gradient((gate, up, grad))
+    return OP.choose(case, backend=backend).run(stopped, case=case)
+
+
+def serves_swiglu(rows: int, columns: int) -> bool:
+    """Whether a kernel makes SwiGLU and rounds it in one here; XLA would do no better apart."""
+    case = QuantizeCase(rows, columns, ACTIVATION, hardware.current(), way="swiglu")
+    return OP.choose(case).name != "xla"
+
+
+def _swiglu_case(gate: Array, way: Way) -> QuantizeCase:
+    return QuantizeCase(*gate.shape, format=ACTIVATION, hardware=hardware.current(), way=way)
+
+
 def requantize_transposed(q: Quantized, *, backend: str | None = None) -> Quantized:
     """Return the transpose of a 1x128 matrix, again in tiles of 1x128: the operand of wgrad.
 
@@ -121,9 +176,16 @@ def check_row_tiles(format: Format) -> None:
 
 @jax.named_scope(SCOPE)
 def _by_reference(
-    x: Float[Array, "*stack rows columns"] | Quantized, *, case: QuantizeCase
-) -> Quantized | tuple[Quantized, Quantized]:
+    x: Float[Array, "*stack rows columns"] | Quantized | tuple[Array, ...], *, case: QuantizeCase
+) -> Any:
     """What the case asks for, as XLA compiles the reference."""
+    if isinstance(x, tuple):
+        matrices = reference.swiglu(*x) if case.way == "swiglu" else reference.swiglu_gradients(*x)
+        pairs = tuple(
+            tuple(reference.quantize(m, format=case.format) for m in (matrix, matrix.mT))
+            for matrix in matrices
+        )
+        return pairs[0] if case.way == "swiglu" else pairs
     if isinstance(x, Quantized):
         return reference.quantize(x.dequantize(jnp.float32).mT, format=case.format)
     plain = reference.quantize(x, format=case.format)

@@ -1,5 +1,6 @@
 """What quantising means: plain jnp, float32, one page."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -40,6 +41,23 @@ def quantize(x: Float[Array, "*stack rows columns"], *, format: Format) -> Quant
         columns=columns,
         format=format,
     )
+
+
+def swiglu(
+    gate: Float[Array, "tokens n"], up: Float[Array, "tokens n"]
+) -> tuple[Float[Array, "tokens n"]]:
+    """Return silu(gate) · up in float32 (Shazeer, 2020)."""
+    g, u = (x.astype(jnp.float32) for x in (gate, up))
+    return (g * jax.nn.sigmoid(g) * u,)
+
+
+def swiglu_gradients(
+    gate: Float[Array, "tokens n"], up: Float[Array, "tokens n"], grad: Float[Array, "tokens n"]
+) -> tuple[Float[Array, "tokens n"], Float[Array, "tokens n"]]:
+    """Return the gradients of gate and up in float32, for the gradient of silu(gate) · up."""
+    g, u, d = (x.astype(jnp.float32) for x in (gate, up, grad))
+    share = jax.nn.sigmoid(g)
+    return d * u * share * (1.0 + g * (1.0 - share)), d * g * share
 
 
 def scale_of(largest: Float[Array, "*blocks"], format: Format) -> Float[Array, "*blocks"]:

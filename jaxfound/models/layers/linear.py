@@ -25,6 +25,19 @@ class OwnProduct(Protocol):
         ...
 
 
+@runtime_checkable
+class QuantizedBeside(Protocol):
+    """A kernel that has its 8-bit copy with it.
+
+    Attributes:
+        kernel: as it is stored, which gets the gradient.
+        quantized: the same as [K, N] in squares.
+    """
+
+    kernel: jax.Array
+    quantized: Quantized
+
+
 class Linear(nnx.Module):
     """Contracts the last dims of its input with `kernel` [*inputs, *outputs]; no bias.
 

@@ -1,0 +1,65 @@
+"""A feed-forward in 8 bits is one call where a kernel makes what lies between its products."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxfound.config.precision import PrecisionConfig, PrecisionRule
+from jaxfound.models.build import Frame
+from jaxfound.models.execution import Execution
+from jaxfound.models.quantized_once import quantized_once, with_quantized
+from pallas_kernels import hardware, triton
+from tests.models.tiny import model_config
+
+MISSING = triton.missing()
+EVERYWHERE = ("layers.*",)
+
+
+def lowered(patterns, *, remat="none", kind="NVIDIA H200"):
+    """The program of a gradient with one layer, for a device that need not be there."""
+    rules = tuple(PrecisionRule(pattern=pattern, format="fp8") for pattern in patterns)
+    precision = PrecisionConfig(compute="bfloat16", rules=rules)
+    frame = Frame(
+        model_config("gqa", num_layers=1), execution=Execution(precision=precision, remat=remat)
+    )
+
+    def loss(params, buffers, tokens):
+        model = frame.bind(with_quantized(params, quantized_once(frame, params)), buffers)
+        return model.hidden(tokens, model.row(tokens, None, None)).final.sum()
+
+    tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    # As a step has it: without a mesh nobody knows that one device has all of an array.
+    with hardware.target(kind), jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        traced = jax.jit(jax.grad(loss)).trace(*frame.shapes(), tokens)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def matrices_taken(text):
+    """How many matrices each kernel that rounds takes: one, or two or three of a feed-forward."""
+    return [
+        len(operands.split(",")) for operands in re.findall(r"@triton_kernel_call\(([^)]*)", text)
+    ]
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_what_lies_between_the_products_is_made_and_rounded_by_two_kernels():
+    taken = matrices_taken(lowered(EVERYWHERE))
+    assert (taken.count(2), taken.count(3)) == (1, 1)
+    assert taken.count(1) > 6
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("patterns", "remat"),
+    [(EVERYWHERE, "full"), (("layers.mixer.*", "layers.ffn.gate", "layers.ffn.down"), "none")],
+    ids=["computed again", "up in another format"],
+)
+def test_else_each_product_rounds_its_own_operands(patterns, remat):
+    taken = matrices_taken(lowered(patterns, remat=remat))
+    assert set(taken) == {1}
+
+
+def test_without_a_kernel_xla_rounds():
+    assert matrices_taken(lowered(EVERYWHERE, kind="NVIDIA A100-SXM4-80GB")) == []
