@@ -143,6 +143,8 @@ PEERS: dict[str, Build] = {
     "xla_float8": dense_peers.xla_float8,
     "flashinfer_groupwise": dense_peers.flashinfer_groupwise,
 }
+# Those that multiply a weight's gradient too.
+WGRAD_PEERS = ("torch_bfloat16", "xla_bfloat16")
 # Peers without the block scales of the problem.
 UNCHECKED = frozenset({"torch_rowwise", "xla_float8"})
 # Autotuning an 8-bit product takes XLA up to 20 s a size: only where the matrix unit is the limit.
@@ -182,6 +184,22 @@ def problem(sizes: Sizes) -> Problem:
         if sizes[0] > FEW_ROWS or name not in MANY_ROWS_ONLY
     ]
     return Problem("fp8_matmul", named(sizes), parts, partial(checker, operands))
+
+
+def wgrad_problem(sizes: Sizes) -> Problem:
+    """Our kernels and products in bfloat16 at the size of a weight's gradient."""
+    operands = make_operands(sizes, b_format=ACTIVATION)
+    case = replace(make_case(*sizes, hardware=hardware.current()), b_block_rows=1)
+    work = Work(case.flops, case.bytes_moved, "float8")
+    parts = [
+        Part(b.name, work, partial(ours, operands, name=b.name, backend=b.name))
+        for b in op.OP.all_backends
+        if b.name != "xla" and b.refuses(case) is None
+    ]
+    parts += [
+        Part(name, work, partial(PEERS[name], operands), against=OURS) for name in WGRAD_PEERS
+    ]
+    return Problem("fp8_wgrad", named(sizes), parts, partial(checker, operands))
 
 
 def odd_problem(pair: tuple[Sizes, Sizes]) -> Problem:

@@ -51,6 +51,20 @@ def _fp8_matmul() -> Iterator[Plan]:
             yield Plan("fp8_matmul", fp8_matmul.named(sizes), fp8_matmul.operand_bytes(sizes), make)
 
 
+def _fp8_training() -> Iterator[Plan]:
+    for sizes in TRAINING_SIZES:
+        make = partial(fp8_matmul.problem, sizes)
+        num_bytes = fp8_matmul.operand_bytes(sizes)
+        yield Plan("fp8_training", fp8_matmul.named(sizes), num_bytes, make)
+
+
+def _fp8_wgrad() -> Iterator[Plan]:
+    for sizes in WGRAD_SIZES:
+        make = partial(fp8_matmul.wgrad_problem, sizes)
+        num_bytes = fp8_matmul.operand_bytes(sizes)
+        yield Plan("fp8_wgrad", fp8_matmul.named(sizes), num_bytes, make)
+
+
 def _fp8_odd() -> Iterator[Plan]:
     for pair in BENCH_ODD:
         num_bytes = sum(fp8_matmul.operand_bytes(sizes) for sizes in pair)
@@ -69,6 +83,8 @@ def _flash_attention() -> Iterator[Plan]:
 SUITE: dict[str, Callable[[], Iterator[Plan]]] = {
     "fp8_matmul": _fp8_matmul,
     "fp8_odd": _fp8_odd,
+    "fp8_training": _fp8_training,
+    "fp8_wgrad": _fp8_wgrad,
     "grouped_matmul": partial(_plans, grouped_matmul, "grouped_matmul"),
     "grouped_masked": partial(_plans, grouped_masked, "grouped_masked"),
     "mla_decode": partial(_plans, mla_decode, "mla_decode"),

@@ -288,6 +288,13 @@ def test_quantising_is_held_against_its_bytes():
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_a_weight_s_gradient_is_timed_beside_bfloat16(monkeypatch):
+    monkeypatch.setattr(fp8_matmul, "MAX_SETS", 2)
+    found = check(fp8_matmul.wgrad_problem((130, 72, 256)), {"mosaic_gpu", "xla_bfloat16"})
+    assert found["xla_bfloat16"].against == "mosaic_gpu"
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_widened_weights_are_held_against_twice_the_bytes():
     found = check(widened_matmul.problem((2, 8, 64, 128)), {"xla"})
     assert set(found) == {"xla", "xla_bfloat16"}

@@ -41,6 +41,8 @@ TITLES: dict[str, str] = {
     "fp8_matmul": "fp8_matmul: A·Bᵀ with 1x128 and 128x128 scales, bf16 out",
     "fp8_odd": "fp8_matmul at odd sizes, beside the next multiple of 64, 8, 128",
     "grouped_matmul": "grouped_matmul: even groups, rows aligned and quantised already",
+    "fp8_training": "fp8_matmul: products of layers in training, 16,384 tokens",
+    "fp8_wgrad": "fp8_matmul: weights' gradients, both operands in tiles of 1x128",
     "grouped_masked": "masked_grouped_matmul: M tokens in each of G groups with room for 128",
     "mla_decode": "mla_decode: pages of 64 tokens, shuffled",
     "flash_attention": "flash_attention: causal, about eight documents a row",
