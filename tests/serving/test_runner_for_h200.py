@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxfound.config.model import ModelConfig
-from jaxfound.config.precision import PrecisionConfig
+from jaxfound.config.precision import PrecisionConfig, PrecisionRule
 from jaxfound.config.presets import PRESETS
 from jaxfound.models.build import Frame
 from jaxfound.models.execution import Execution
@@ -32,12 +32,27 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["compute", "fp8"])
-def lowering(request):
+# How latents are cached, and whether weights are kept in 8 bits.
+FORMS = {
+    "bfloat16": ("compute", False),
+    "latents in 8 bits": ("fp8", False),
+    "weights in 8 bits": ("compute", True),
+}
+
+
+@pytest.fixture(scope="module", params=FORMS.values(), ids=list(FORMS))
+def form(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def lowering(form):
     """DeepSeek-V2-Lite with a dense layer and two of experts, 64 requests of 16 K tokens."""
+    cache_format, in_8_bits = form
     values = {**PRESETS["deepseek-v2-lite"], "num_layers": 3, "max_positions": WIDTH * PAGE}
     cfg = ModelConfig.model_validate(values, strict=False)
-    policy = PrecisionConfig(compute="bfloat16")
+    rules = (PrecisionRule(pattern="*", format="fp8_weights"),) if in_8_bits else ()
+    policy = PrecisionConfig(compute="bfloat16", rules=rules)
     frame = Frame(cfg, execution=Execution(precision=policy))
     device = deviceless.topology(H200)[0]
     place = Place(TABLE_RULES, None, device)
@@ -50,13 +65,13 @@ def lowering(request):
         num_pages=NUM_PAGES,
         page_size=PAGE,
         dtype=jnp.bfloat16,
-        cache_format=request.param,
+        cache_format=cache_format,
     )
     model = ModelPrograms(frame, PAGE, NUM_PAGES, max_rows=ROWS, num_ids=cfg.vocab_size)
     return Lowering.of(model, arrays, pages=pages, place=place)
 
 
-def test_a_decoding_step_copies_neither_pages_nor_weights(lowering):
+def test_a_decoding_step_copies_neither_pages_nor_weights(lowering, form):
     with hardware.target(H200), deviceless.without_cache():
         program = lowering.decode(ROWS, WIDTH).compile()
     memory = program.memory_analysis()
@@ -66,6 +81,10 @@ def test_a_decoding_step_copies_neither_pages_nor_weights(lowering):
     assert memory.temp_size_in_bytes < 100e6
     text = program.as_text()
     assert "mpmd_map" in text
+    # Each layer's four of attention, and three of the dense feed-forward or of the shared
+    # experts; of two layers the routed experts too.
+    expected = 3 * (4 + 3) + 2 * 3 if form[1] else 0
+    assert text.count('custom_call_target="triton_kernel_call"') == expected
     smallest = 512 * 16 * 128  # elements of the smallest up-projection
     moved = re.findall(rf"= (\w+)\[([\d,]+)\]\S* (?:{MOVES})\(", text[text.index("ENTRY") :])
     large = [shape for shape in moved if elements(shape) >= smallest]
