@@ -149,10 +149,11 @@ def _swiglu_case(gate: Array, way: Way) -> QuantizeCase:
 
 
 def requantize_transposed(q: Quantized, *, backend: str | None = None) -> Quantized:
-    """Return the transpose of a 1x128 matrix, again in tiles of 1x128: the operand of wgrad.
+    """Return the transpose of a 1x128 matrix, again in tiles of 1x128.
 
     The weight gradient sums over tokens, so its tiles must run along tokens (DeepSeek-V3, section
-    3.3.2: 1x128 becomes 128x1).
+    3.3.2: 1x128 becomes 128x1). For operands of which nothing else was kept; `linear` rounds what
+    it has both ways at once.
 
     Args:
         q: one matrix, no stack.
