@@ -20,7 +20,7 @@ from jaxfound.parallelism.mesh import OnMesh
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.metrics import MetricsWriter
 from jaxfound.resources.platform import package_versions, source_commit
-from jaxfound.resources.pulse import Pulse
+from jaxfound.resources.pulse import Phase, Pulse
 from jaxfound.resources.topology import Device
 from jaxfound.training.aot import memory_of
 from jaxfound.training.batches import batch_like, local_rows, to_devices
@@ -69,7 +69,8 @@ class Looped(NamedTuple):
     """A round of the loop.
 
     Attributes:
-        step_s: median from completion to completion of a step, plus its share of a save.
+        step_s: median from completion to completion of a step, plus its share of what a save holds
+            it up.
         data_share: of the time until the last step, in which the loop waited for a batch.
     """
 
@@ -297,7 +298,14 @@ def time_loop(
     last = int(state.step) + steps
     cfg = run.cfg.model_copy(update={"train": run.cfg.train.model_copy(update={"steps": last})})
     pulse, ledger = Pulse(), TimeLedger()
-    pulse.hears = ledger.hear
+    saves_began_s: list[float] = []
+
+    def hear(phase: Phase, step: int) -> None:
+        ledger.hear(phase, step)
+        if phase == "save":
+            saves_began_s.append(time.monotonic())
+
+    pulse.hears = hear
     with ExitStack() as opened:
         checkpoints = opened.enter_context(CheckpointManager(run.directory.checkpoints, keep=1))
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
@@ -310,7 +318,10 @@ def time_loop(
             try:
                 event = next(events)
             except StopIteration as finished:
-                save_s = time.monotonic() - last_step_s
+                # Last of all the loop waits for the disk, which a save with steps behind it does
+                # not.
+                *_, save_began_s, disk_began_s = saves_began_s
+                save_s = disk_began_s - save_began_s
                 save_s /= cfg.checkpoint.every or cfg.train.steps
                 waited_s = ledger.take().get("data_wait", 0.0)
                 share = waited_s / (last_step_s - began_s)
