@@ -11,14 +11,15 @@ FEW_ROWS = 128
 
 @dataclass(frozen=True)
 class WidenedCase:
-    """Y [E, M, N] = X [E, M, K] · W [E, N, K]ᵀ, W in 8-bit squares of 128x128.
+    """Y [P, M, N] = X [P, M, K] · W [P, N, K]ᵀ, W in 8-bit squares of 128x128.
 
     Attributes:
+        p: products; what they read of W counts as if no two had the same matrix.
         shared: every matrix multiplies the same X [M, K].
         dtype: of X and Y.
     """
 
-    e: int
+    p: int
     m: int
     n: int
     k: int
@@ -35,19 +36,19 @@ class WidenedCase:
     @property
     def flops(self) -> int:
         """Useful FLOPs."""
-        return 2 * self.e * self.m * self.n * self.k
+        return 2 * self.p * self.m * self.n * self.k
 
     @property
     def bytes_moved(self) -> int:
         """Bytes read and written once: weights, their scales, rows and results."""
         weights = self.n * self.k + 4 * -(-self.n // BLOCK) * -(-self.k // BLOCK)
-        rows = self.m * self.k * (1 if self.shared else self.e)
-        return self.e * weights + 2 * (rows + self.e * self.m * self.n)
+        rows = self.m * self.k * (1 if self.shared else self.p)
+        return self.p * weights + 2 * (rows + self.p * self.m * self.n)
 
 
-def make_case(e: int, m: int, n: int, k: int, *, hardware: Hardware) -> WidenedCase:
-    """The case of E matrices [N, K] times the same M rows."""
-    return WidenedCase(e=e, m=m, n=n, k=k, hardware=hardware, shared=True)
+def make_case(p: int, m: int, n: int, k: int, *, hardware: Hardware) -> WidenedCase:
+    """The case of P matrices [N, K] times the same M rows."""
+    return WidenedCase(p=p, m=m, n=n, k=k, hardware=hardware, shared=True)
 
 
 # Matrices, rows, N, K: one row and many, edges in every dim, one matrix and several.

@@ -1,8 +1,8 @@
 """Few rows times 8-bit weights in Triton: weights are read once, and widened in registers.
 
 Weights fill the wide side of the matrix unit, rows the narrow one. A program sums some rows of one
-matrix of weights over a part of K; a step is 128 of K and has one scale. Programs of a matrix that
-nobody uses read nothing.
+matrix of weights over a part of K; a step is 128 of K and has one scale. Programs of a tile without
+a matrix read nothing.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import sharded, triton
 from pallas_kernels.formats import BLOCK, Quantized, round_up
@@ -60,27 +60,28 @@ def refuses(case: WidenedCase) -> str | None:
 
 
 def run(
-    x: Float[Array, "*experts m k"],
+    x: Float[Array, "*tiles m k"],
     w: Quantized,
     *,
-    used: Bool[Array, " e"] | None,
+    matrices: Int[Array, " p"] | None,
     case: WidenedCase,
-) -> Float[Array, "e m n"]:
+) -> Float[Array, "p m n"]:
     """Return the product in the dtype of `x`; parts of K are added in order."""
     tile = choose_tile(case)
     num_steps = w.values.shape[2] // BLOCK
     inner = [(0, 0)] * (x.ndim - 1) + [(0, w.values.shape[2] - case.k)]
     rows = jnp.pad(x, inner) if inner[-1][1] else x
-    everyone = jnp.ones((case.e,), jnp.int32)
+    if matrices is None:
+        matrices = jnp.arange(case.p)
     dtype = x.dtype if tile.num_splits == 1 else jnp.float32
     parts = triton.call(
         widened_product,
         rows,
         w.values,
         w.scales,
-        everyone if used is None else used.astype(jnp.int32),
-        out_shape=jax.ShapeDtypeStruct((tile.num_splits, case.e, case.m, case.n), dtype),
-        grid=(-(-case.n // tile.weights), case.e, tile.num_splits),
+        matrices.astype(jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((tile.num_splits, case.p, case.m, case.n), dtype),
+        grid=(-(-case.n // tile.weights), case.p, tile.num_splits),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         hardware=case.hardware,
@@ -101,8 +102,8 @@ def choose_tile(case: WidenedCase) -> Tile:
     """Return the tile: a square of weights, or half of one and parts of K to fill the cores."""
     rows = next(size for size in ROW_TILES if size >= case.m)
     cores = PROGRAMS_A_CORE * case.hardware.num_cores
-    weights = BLOCK if case.e * (round_up(case.n, BLOCK) // BLOCK) >= cores else BLOCK // 2
-    programs = case.e * -(-case.n // weights)
+    weights = BLOCK if case.p * (round_up(case.n, BLOCK) // BLOCK) >= cores else BLOCK // 2
+    programs = case.p * -(-case.n // weights)
     splits = max(1, min(cores // programs, -(-case.k // BLOCK) // 2, 8))
     return Tile(weights=weights, rows=rows, num_splits=splits)
 
@@ -111,7 +112,7 @@ def widened_product(
     x: "Pointer",
     w: "Pointer",
     scales: "Pointer",
-    used: "Pointer",
+    matrices: "Pointer",
     out: "Pointer",
     NUM_ROWS: "constexpr",
     NUM_COLUMNS: "constexpr",
@@ -126,7 +127,8 @@ def widened_product(
     """Some columns of one result over one part of K; source for Triton, not to be called."""
     start = tl.program_id(0) * WEIGHTS
     # 64 bits: a stack may have more than 2^31 elements.
-    matrix = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(1).to(tl.int64)
+    matrix = tl.load(matrices + tile).to(tl.int64)
     split = tl.program_id(2)
     width = NUM_STEPS * BLOCK
 
@@ -135,11 +137,11 @@ def widened_product(
     inner = tl.arange(0, BLOCK)
     first = split * NUM_STEPS // NUM_SPLITS
     end = (split + 1) * NUM_STEPS // NUM_SPLITS
-    # Nothing of a matrix that nobody uses is read; its results are zeros.
-    end = tl.where(tl.load(used + matrix) > 0, end, first)
+    # Without a matrix nothing is read, and the result is zeros.
+    end = tl.where(matrix >= 0, end, first)
     w_at = w + (matrix * STORED_ROWS + columns)[:, None] * width + inner[None, :]
     scale_at = scales + (matrix * (STORED_ROWS // BLOCK) + start // BLOCK) * NUM_STEPS
-    first_row = 0 if SHARED else matrix * NUM_ROWS
+    first_row = 0 if SHARED else tile * NUM_ROWS
     x_at = x + (first_row + rows)[:, None] * width + inner[None, :]
     inside = (rows < NUM_ROWS)[:, None]
 
@@ -150,7 +152,7 @@ def widened_product(
         part = tl.dot(weights.to(values.dtype), values.T)
         total += part * tl.load(scale_at + step)
 
-    place = ((split.to(tl.int64) * tl.num_programs(1) + matrix) * NUM_ROWS + rows)[
+    place = ((split.to(tl.int64) * tl.num_programs(1) + tile) * NUM_ROWS + rows)[
         None, :
     ] * NUM_COLUMNS + columns[:, None]
     stored = (columns < NUM_COLUMNS)[:, None] & (rows < NUM_ROWS)[None, :]

@@ -13,11 +13,14 @@ from jaxfound.models.layers.expert_tiles import (
     inverse,
     moved,
     outputs_here,
+    outputs_of_8_bit,
     outputs_of_all,
     tile_product,
     touches_most,
 )
 from jaxfound.models.layers.moe import mix_experts
+from pallas_kernels.formats import WEIGHT
+from pallas_kernels.quantize import quantize, rounded
 
 # One program for each shape, not one for each of its operations.
 tiles_of = jax.jit(expert_tiles.tiles_of, static_argnames=("num_experts", "most_choices"))
@@ -188,3 +191,23 @@ def test_all_experts_are_multiplied_where_few_rows_touch_most_of_them():
     """DeepSeek-V2-Lite's 6 of 64: 10 rows touch 63 % of the experts."""
     chosen = [rows for rows in range(1, 200) if touches_most(rows, 6, num_experts=64)]
     assert chosen == list(range(10, 129))
+
+
+@pytest.mark.parametrize("num_rows", [5, 150])
+def test_experts_kept_in_8_bits_are_those_of_their_rounded_matrices(num_rows, monkeypatch):
+    """Few rows, and many in tiles: by the way of kernels too, on what XLA makes of it."""
+    rng = np.random.default_rng(0)
+    shapes = ((EXPERTS, WIDTH, HIDDEN),) * 2 + ((EXPERTS, HIDDEN, WIDTH),)
+    kernels = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    kept = tuple(quantize(kernel, format=WEIGHT).mT for kernel in kernels)
+    rows = jnp.asarray(rng.normal(size=(num_rows, WIDTH)), jnp.float32)
+    # One expert gets nothing.
+    chosen = jnp.asarray(rng.permuted(np.tile([0, 1, 3], (num_rows, 1)), axis=1)[:, :CHOICES])
+    widened = tuple(rounded(kernel, format=WEIGHT) for kernel in kernels)
+    expected = jax.jit(outputs_here)(rows, chosen, widened)
+    np.testing.assert_allclose(
+        jax.jit(outputs_of_8_bit)(rows, chosen, kept), expected, rtol=1e-5, atol=1e-5
+    )
+    monkeypatch.setattr(expert_tiles, "has_kernel", lambda *_, **__: True)
+    by_tiles = jax.jit(lambda *operands: outputs_of_8_bit(*operands))(rows, chosen, kept)
+    np.testing.assert_allclose(by_tiles, expected, rtol=1e-5, atol=1e-5)

@@ -167,11 +167,14 @@ def write_interpreted():
             found[name] = difference(np.asarray(result.out, np.float64), out)
         for name, sizes in WIDENED.items():
             x, w, expected = widened_operands(*sizes, dtype="bfloat16", shared=name == "a stack")
-            used = jnp.arange(sizes[0]) != 1
-            out = widened_matmul(x, w, used=used, backend="jax_triton")
+            # Tiles in another order than the matrices, and one without any.
+            order = np.array([*range(sizes[0])][::-1])
+            given = jnp.asarray(np.where(order == 1, -1, order))
+            x = x if x.ndim == 2 else x[order]
+            out = widened_matmul(x, w, matrices=given, backend="jax_triton")
             assert np.isfinite(np.asarray(out, np.float64)).all()
-            read = np.asarray(used)
-            found[name] = difference(np.asarray(out, np.float64)[read], expected[read])
+            read = order != 1
+            found[name] = difference(np.asarray(out, np.float64)[read], expected[order][read])
         for name, (rows, columns, dtype) in QUANTIZED.items():
             found[name] = compare_quantized(rows, columns, dtype)
     sys.stdout.write(json.dumps(found))

@@ -27,11 +27,24 @@ def test_every_shape_is_the_product_of_the_widened_weights(shape, dtype, shared)
     )
 
 
+def test_a_tile_has_the_matrix_that_is_named_for_it():
+    x, w, _ = widened_operands(3, 5, 70, 130, dtype="float32")
+    tiles = jnp.stack([x[2], x[0], x[2], x[1]])
+    out = widened_matmul(tiles, w, matrices=jnp.array([2, 0, 1, -1]))
+    each = [
+        widened_matmul(tile[None], w, matrices=jnp.array([m]))[0]
+        for tile, m in zip(tiles, (2, 0, 1), strict=False)
+    ]
+    np.testing.assert_allclose(out[:3], np.stack(each), rtol=1e-6)
+    np.testing.assert_allclose(out[:2], widened_matmul(x, w)[np.array([2, 0])], rtol=1e-6)
+    assert np.isfinite(np.asarray(out)).all()
+
+
 @pytest.mark.parametrize(
     ("x", "columns", "format", "words"),
     [
         ((4, 129), 128, WEIGHT, "K"),
-        ((3, 4, 128), 128, WEIGHT, "E and K"),
+        ((3, 4, 128), 128, WEIGHT, "number of matrices, here 2"),
         ((4, 128), 128, ACTIVATION, "squares"),
     ],
 )

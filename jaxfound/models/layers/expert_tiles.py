@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hardware
 from pallas_kernels.formats import Quantized
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.widened_matmul import widened_matmul
+from pallas_kernels.widened_matmul import has_kernel, widened_matmul
 
 # Rows of one tile: every expert's tokens are padded to a multiple of it, so that one tile
 # multiplies one expert's matrix.
@@ -157,18 +157,38 @@ def outputs_of_8_bit(
 ) -> Float[Array, "R A D"]:
     """Return what each row's experts make of it, their matrices kept in 8 bits.
 
-    Few rows meet every expert that one of them chose, whose matrices are widened as they are read;
-    the others are not read. For many rows all matrices are widened first.
+    Few rows meet every expert that one of them chose; the others are not read. Many stand in tiles
+    of one expert's rows. Either way matrices are widened as they are read; where there is no kernel
+    for that, many rows have all of them widened before.
     """
-    if len(rows) > TILE_ROWS:
+    gate, up, down = kernels
+    num_experts = len(gate.values)
+    if len(rows) <= TILE_ROWS:
+        chosen = jnp.zeros(num_experts, bool).at[experts].set(True)
+        matrices = jnp.where(chosen, jnp.arange(num_experts), -1)
+        out_ERD = widened_swiglu(rows, kernels, matrices)
+        return out_ERD[experts, jnp.arange(len(rows))[:, None]]
+    tiles = tiles_of(experts.reshape(-1), num_experts=num_experts, most_choices=experts.size)
+    rows_PMD = in_tiles(rows, tiles).reshape(-1, TILE_ROWS, rows.shape[1])
+    if not has_kernel(rows_PMD, gate, num_tiles=len(rows_PMD)):
         gate, up, down = (kernel.mT.dequantize(rows.dtype) for kernel in kernels)
         return outputs_here(rows, experts, (gate, up, down))
+    in_use = jnp.arange(len(rows_PMD)) < tiles.rows_of_expert.sum() // TILE_ROWS
+    matrices = jnp.where(in_use, tiles.expert_of_tile, -1)
+    out = widened_swiglu(rows_PMD, kernels, matrices).reshape(-1, rows.shape[1])
+    with jax.named_scope(ROUTING):
+        picked = moved(out, tiles.slot_of_choice, tiles.choice_of_slot[:, None])
+        return picked.reshape(*experts.shape, -1)
+
+
+def widened_swiglu(
+    rows: Float[Array, "*tiles M D"], kernels: Kernels8Bit, matrices: Int[Array, " P"]
+) -> Float[Array, "P M D"]:
+    """Return what the expert of each tile makes of its rows, or of the rows that all have."""
     gate, up, down = kernels
-    used = jnp.zeros(len(gate.values), bool).at[experts].set(True)
-    hidden = nnx.silu(widened_matmul(rows, gate, used=used))
-    hidden = hidden * widened_matmul(rows, up, used=used)
-    out_ERD = widened_matmul(hidden, down, used=used)
-    return out_ERD[experts, jnp.arange(len(rows))[:, None]]
+    hidden = nnx.silu(widened_matmul(rows, gate, matrices=matrices))
+    hidden = hidden * widened_matmul(rows, up, matrices=matrices)
+    return widened_matmul(hidden, down, matrices=matrices)
 
 
 def touches_most(num_rows: int, num_choices: int, *, num_experts: int) -> bool:
