@@ -41,7 +41,7 @@ from jaxfound.training.job import Job, Paces, meet, open_job, prepare_once
 from jaxfound.training.loop import Parts, Stop, fit
 from jaxfound.training.optimizer import make_optimizer, make_schedule, optimizer_slots
 from jaxfound.training.saved import SavedForm
-from jaxfound.training.starts import record_start
+from jaxfound.training.starts import check_rows, is_done, record_start
 from jaxfound.training.state import TrainState, create_train_state
 from jaxfound.training.step import TrainStep, batch_sharding, make_train_step
 from jaxfound.training.time_ledger import TimeLedger, TimeLedgerFile
@@ -215,6 +215,7 @@ def trained(
         if is_done(cfg, checkpoints):
             yield Event("finished", cfg.train.steps, {"again": True})
             return
+        check_rows(run.directory, run.prepared.manifest, saved=checkpoints.latest())
         job.pulse.enter("restore")
         state = restore(run, checkpoints)
         left_fp8 = () if state is None else demoted_before(cfg, checkpoints, step=int(state.step))
@@ -374,21 +375,6 @@ def make_held_out(run: Run, *, rows: slice) -> Callable[[TrainState], EvalResult
     loader = BinLoader(bins, batch_size=run.cfg.train.batch_size)
     evaluate = make_evaluate(run.cfg, run.frame, mesh=run.mesh)
     return lambda state: evaluate(state, loader.eval_batches(num, rows=rows))
-
-
-def is_done(cfg: RunConfig, checkpoints: CheckpointManager) -> bool:
-    """Return whether the run's last step is saved already.
-
-    Raises:
-        TrainingError: if more steps are saved than the config asks for.
-    """
-    latest = checkpoints.latest()
-    if latest is not None and latest > cfg.train.steps:
-        raise TrainingError(
-            f"{checkpoints.directory} holds step {latest}, but train.steps={cfg.train.steps}: the "
-            "run is past its end. Raise train.steps, or give the new run its own name=…"
-        )
-    return latest == cfg.train.steps
 
 
 def restore(run: Run, checkpoints: CheckpointManager) -> TrainState | None:

@@ -168,6 +168,19 @@ def test_a_resume_that_would_change_the_data_or_the_model_is_refused(straight, o
         run(changed)
 
 
+def test_a_resume_on_another_text_at_the_same_place_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"number {i} of a text that goes on" for i in range(400)))
+    cfg = tiny(tmp_path, f"data.source={text}", "train.steps=4", "checkpoint.every=2")
+    run(cfg, stop_after=2)
+    before = text.read_text()
+    text.write_text(before + "\n\nand one more")
+    with pytest.raises(ConfigError, match=r"would go on in .*repeat or skip data.*init_from="):
+        run(cfg)
+    text.write_text(before)
+    assert run(cfg)[-1].kind == "finished"
+
+
 def test_every_checkpoint_holds_the_step_its_name_says(straight):
     cfg, _ = straight
     with CheckpointManager(run_directory(cfg).checkpoints, keep=0) as checkpoints:
