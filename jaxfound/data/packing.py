@@ -74,7 +74,7 @@ def assign(
     for limit in (limit for limit in LIMITS if limit < fullest):
         if len(lengths) <= limit * most_bins:
             limited = _in_windows(lengths, seq_len, limit=limit)
-            if limited.max() < most_bins:
+            if limited.max() + 1 <= most_bins:
                 return limited
     return free
 

@@ -148,6 +148,7 @@ SIZES = {
     "grouped_matmul": (13, 16, 200, 4),
     "mla_decode": (2, 16, 200, 4),
     "flash_attention": (16, 16, 4, 2, 64, 64),
+    "widened_matmul": (2, 16, 200, 130),
 }
 
 

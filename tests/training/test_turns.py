@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -156,8 +157,16 @@ def test_a_side_that_takes_too_long_is_ended_with_what_it_started(monkeypatch, t
     with pytest.raises(SideError, match="had not finished after 2 s"):
         run_side(name, {}, env={}, limit_s=2)
     state = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    # Gone, or dead and not yet fetched by who fetches orphans.
-    assert not state.exists() or state.read_text().split(") ")[1][0] in "ZX"
+
+    def is_gone():
+        # Or dead and not yet fetched by who fetches orphans.
+        return not state.exists() or state.read_text().split(") ")[1][0] in "ZX"
+
+    # A process that was killed takes a moment to die; by itself this one would live for a minute.
+    until = time.monotonic() + 20
+    while not is_gone() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert is_gone()
 
 
 @pytest.mark.skipif(find_spec("torch") is not None, reason="PyTorch is here")
