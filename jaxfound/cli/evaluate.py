@@ -30,7 +30,9 @@ def evaluate_command(
     overrides: Overrides = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, fp8, or bfloat16,PATTERN=fp8,…; the run's own."),
+        typer.Option(
+            help="float32, bfloat16, fp8, fp8_weights, or bfloat16,PATTERN=fp8,…; the run's own."
+        ),
     ] = None,
     versus: Annotated[
         str | None, typer.Option(help="A second one, compared on the same tokens.")

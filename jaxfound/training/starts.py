@@ -1,6 +1,4 @@
-"""What each start of a run trained with, kept beside its config."""
-
-import json
+"""What each start of a run trained with, and whether another start may go on from there."""
 
 from jax.sharding import Mesh
 
@@ -8,7 +6,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.config.schema import ConfigError
 from jaxfound.data.bins import Manifest
 from jaxfound.resources.checkpoint import CheckpointManager
-from jaxfound.resources.metrics import MetricsWriter
+from jaxfound.resources.metrics import MetricsWriter, read_metrics
 from jaxfound.resources.platform import package_versions, source_commit
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.training.events import TrainingError
@@ -29,8 +27,9 @@ def check_rows(there: RunDirectory, data: Manifest, *, saved: int | None) -> Non
     """
     if saved is None or not there.starts.exists():
         return
-    records = [json.loads(line) for line in there.starts.read_text("utf-8").splitlines()]
-    before = next((r["data"] for r in reversed(records) if r["event"] == "start"), data.key)
+    # A start that was killed while it wrote leaves a torn line, which is passed over.
+    told = [record["data"] for record in read_metrics(there.starts) if record["event"] == "start"]
+    before = told[-1] if told else data.key
     if before != data.key:
         raise ConfigError(
             f"{there.path} was trained on the rows {before} and would go on in {data.key}: the "

@@ -98,9 +98,8 @@ def elements(shape):
     return size
 
 
-def test_a_prompt_s_step_widens_no_expert_before_it_multiplies(lowering, form):
-    if not form[1]:
-        pytest.skip("weights are in bfloat16")
+@pytest.mark.parametrize("form", [FORMS["weights in 8 bits"]], indirect=True, ids=["8 bits"])
+def test_a_prompt_s_step_widens_no_expert_before_it_multiplies(lowering):
     with hardware.target(H200), deviceless.without_cache():
         program = lowering.prefill(1, 512, width=WIDTH, num_logits=1).compile()
     text = program.as_text()

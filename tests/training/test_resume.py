@@ -178,6 +178,9 @@ def test_a_resume_on_another_text_at_the_same_place_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"would go on in .*repeat or skip data.*init_from="):
         run(cfg)
     text.write_text(before)
+    # A start that was killed while it wrote.
+    with run_directory(cfg).starts.open("a") as starts:
+        starts.write('{"event": "sta')
     assert run(cfg)[-1].kind == "finished"
 
 
