@@ -4,7 +4,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -292,18 +292,23 @@ def break_down(
 
 
 def time_loop(
-    run: Run, step: TrainStep, state: TrainState, *, steps: int
+    run: Run,
+    step: TrainStep,
+    state: TrainState,
+    *,
+    steps: int,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Looped, TrainState]:
     """Return a round of the loop with its share of a save, and the state after."""
     last = int(state.step) + steps
     cfg = run.cfg.model_copy(update={"train": run.cfg.train.model_copy(update={"steps": last})})
-    pulse, ledger = Pulse(), TimeLedger()
+    pulse, ledger = Pulse(), TimeLedger(clock=clock)
     saves_began_s: list[float] = []
 
     def hear(phase: Phase, step: int) -> None:
         ledger.hear(phase, step)
         if phase == "save":
-            saves_began_s.append(time.monotonic())
+            saves_began_s.append(clock())
 
     pulse.hears = hear
     with ExitStack() as opened:
@@ -311,8 +316,10 @@ def time_loop(
         metrics = opened.enter_context(MetricsWriter(run.directory.metrics))
         done = int(state.step)
         parts = make_parts(run, checkpoints, step=step, first_step=done, opened=opened)
-        events = fit(cfg, state, parts, stop=never, directory=run.directory, pulse=pulse)
-        times, began_s = [], time.monotonic()
+        events = fit(
+            cfg, state, parts, stop=never, directory=run.directory, pulse=pulse, clock=clock
+        )
+        times, began_s = [], clock()
         last_step_s = began_s
         while True:
             try:
@@ -329,7 +336,7 @@ def time_loop(
                 return looped, finished.value
             if event.kind == "step":
                 times.append(cast(float, event.values["step_time_s"]))
-                last_step_s = time.monotonic()
+                last_step_s = clock()
             if event.kind not in UNRECORDED:
                 metrics.write(event.kind, step=event.step, **event.values)
 

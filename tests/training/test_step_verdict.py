@@ -1,7 +1,6 @@
 """Faults that are planted are named, with what to change; a sound step has none."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +25,8 @@ PROFILES = json.loads(
     (Path(__file__).resolve().parents[1] / "data" / "step_profiles.json").read_text("utf-8")
 )
 NARROW = (Products("bfloat16", ((8, 4), (4, 8)), "layers/linear.py:66", 1000),)
-# Long beside the loop's own work, also on a busy machine.
-STEP_S, LATE_S = 0.15, 0.15
+# Of a clock that only these two move.
+STEP_S, LATE_S = 2.0, 1.0
 ASKED = Asked(steps=6, rounds=1, loop_rounds=1)
 
 
@@ -89,28 +88,32 @@ def run(tmp_path_factory):
 def test_a_loop_whose_batches_come_late_is_told_from_one_that_does_not_wait(
     run, monkeypatch, tmp_path, delay_s, found
 ):
-    real = measure.make_parts
+    real, now_s = measure.make_parts, [0.0]
+
+    def sleep(seconds):
+        now_s[0] += seconds
 
     def late(*args, **kwargs):
         parts = real(*args, **kwargs)
 
         def batches():
             for batch in parts.batches:
-                time.sleep(delay_s)
+                sleep(delay_s)
                 yield batch
 
         return parts._replace(batches=batches(), step=instant)
 
     def instant(state, batch):
-        time.sleep(STEP_S)
+        sleep(STEP_S)
         return state._replace(step=state.step + 1), metrics
 
     metrics = measure.StepMetrics(*[np.float32(1)] * 7, np.bool_(True))
     monkeypatch.setattr(measure, "make_parts", late)
     state = create_train_state(run.frame, run.tx, seed=0, mesh=run.mesh)
     elsewhere = replace(run, directory=RunDirectory(tmp_path))
-    looped, _ = time_loop(elsewhere, train_step_of(run), state, steps=6)
+    looped, _ = time_loop(elsewhere, train_step_of(run), state, steps=6, clock=lambda: now_s[0])
     outside = 1 - STEP_S / looped.step_s
+    assert looped.step_s == STEP_S + delay_s
     assert named(outside_share=outside, data_share=looped.data_share) == found
 
 
