@@ -133,7 +133,7 @@ def show_plan(model: Path, overrides: Sequence[str], *, card: str, load: str) ->
         cfg.serve,
         hardware=kind_of(card),
         load=Load(*map(int, numbers.groups())),
-        compute=cfg.precision.compute,
+        precision=cfg.precision,
     )
     say(list(capacity_lines(capacity)))
 

@@ -113,9 +113,23 @@ def serving_arrays(
     return Arrays(*({path: kept[path] for path in group} for group in arrays))
 
 
+def serving_shapes(frame: Frame, *, is_alone: bool = True) -> Arrays:
+    """Return the shapes and formats of what `serving_arrays` returns; nothing is allocated.
+
+    Args:
+        frame: the model.
+        is_alone: whether one device has all of it.
+    """
+    given, dims = frame.shapes(), {p: d for group in frame.dims() for p, d in group.items()}
+    flat = {path: shape for group in given for path, shape in group.items()}
+    forms = forms_of(frame, flat, dims, in_8_bit=is_alone)
+    kept = jax.eval_shape(lambda each: {p: forms[p](array) for p, array in each.items()}, flat)
+    return Arrays(*({path: kept[path] for path in group} for group in given))
+
+
 def forms_of(
     frame: Frame,
-    arrays: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
     dims: Mapping[str, tuple[str | None, ...]],
     *,
     in_8_bit: bool,
@@ -129,7 +143,7 @@ def forms_of(
         in_8_bit: whether kernels with an fp8 rule are kept quantised.
     """
 
-    def form(path: str, array: jax.Array) -> Form:
+    def form(path: str, array: jax.Array | jax.ShapeDtypeStruct) -> Form:
         stacked, linear = dims[path][0] in LAYER_DIMS, frame.linears.get(path)
         numbers = frame.layers_of(path)
         if matches(path, EXPERTS):

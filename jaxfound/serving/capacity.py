@@ -9,19 +9,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
+
+from jaxfound.config.layer_formats import check_precision
 from jaxfound.config.model import ModelConfig
+from jaxfound.config.precision import PrecisionConfig
 from jaxfound.config.schema import ConfigError
 from jaxfound.config.serve import ServeConfig
-from jaxfound.models.build import describe
+from jaxfound.models.build import Frame, describe
+from jaxfound.models.execution import Execution
 from jaxfound.models.pages import page_bytes, page_shapes
+from jaxfound.models.served import serving_shapes
 from jaxfound.parallelism.explain import bytes_text
 from pallas_kernels.hardware import Hardware
 
 type Compute = Literal["bfloat16", "float32"]
 
 BYTES: dict[Compute, int] = {"bfloat16": 2, "float32": 4}
-# Biases of routers stay in float32.
-BUFFER_BYTES = 4
+BFLOAT16 = PrecisionConfig()
 MOST_CARDS = 1024
 
 
@@ -81,7 +86,7 @@ class Capacity:
         kind: of card.
         memory_bytes: of one card.
         usable_bytes: of one card, for weights and pages: memory_bytes x serve.memory_share.
-        weight_bytes: of one copy of the weights.
+        weight_bytes: of one copy of the weights, on as many cards as the first layout takes.
         cache_bytes: of one card, beside its part of the weights.
         page_size: tokens of a page.
         page_bytes: of one page over all layers, on one card.
@@ -117,7 +122,7 @@ def plan_capacity(
     *,
     hardware: Hardware,
     load: Load,
-    compute: Compute = "bfloat16",
+    precision: PrecisionConfig = BFLOAT16,
 ) -> Capacity:
     """Return what cards of one kind hold, and how many of them a load needs.
 
@@ -126,10 +131,11 @@ def plan_capacity(
         serve: page size, pages (0 = what fits), share of the memory, longest request.
         hardware: one card.
         load: what is to be served at one time.
-        compute: format of weights, and of the cache where serve.cache_format is "compute".
+        precision: formats of weights by operation, and of the cache where serve.cache_format is
+            "compute".
 
     Raises:
-        ConfigError: the memory of the card is not known, a request of the load is too long, the
+        ConfigError: the memory of the card is not known, a request of the load is too long, a
             format does not fit the model, or no number of cards holds it.
     """
     if not hardware.memory_bytes:
@@ -141,9 +147,12 @@ def plan_capacity(
             f"longest that is served, {longest}: ask for less, or raise serve.max_length"
         )
     usable = int(hardware.memory_bytes * serve.memory_share)
-    weights = weight_bytes(model, serve, compute=compute)
-    kept = kept_of(model, serve, compute=compute)
-    memory = _Memory(usable, weights)
+    check_precision(precision, describe(model))
+    kept = kept_of(model, serve, compute=precision.compute)
+    alone, shared = (
+        weight_bytes(model, serve, precision=precision, is_alone=one) for one in (True, False)
+    )
+    memory = _Memory(usable, alone, shared)
     given = _given(kept[0], memory, serve=serve) if serve.num_pages else None
     layouts = tuple(
         _layout(what, memory, serve=serve, load=load, reserved=reserved, given=given)
@@ -157,7 +166,7 @@ def plan_capacity(
         kind=hardware.kind,
         memory_bytes=hardware.memory_bytes,
         usable_bytes=usable,
-        weight_bytes=weights,
+        weight_bytes=memory.weights(cards),
         cache_bytes=room,
         page_size=serve.page_size,
         page_bytes=page,
@@ -169,13 +178,25 @@ def plan_capacity(
     )
 
 
-def weight_bytes(model: ModelConfig, serve: ServeConfig, *, compute: Compute = "bfloat16") -> int:
-    """Return the bytes of one copy of the weights; of modules that look ahead, those that draft."""
+def weight_bytes(
+    model: ModelConfig,
+    serve: ServeConfig,
+    *,
+    precision: PrecisionConfig = BFLOAT16,
+    is_alone: bool = True,
+) -> int:
+    """Return the bytes of one copy of the weights; of modules that look ahead, those that draft.
+
+    Args:
+        model: what is served.
+        serve: tokens to draft.
+        precision: formats by operation.
+        is_alone: whether one card has all of it: several keep in the compute format what is to be
+            in 8 bits.
+    """
     kept = model.model_copy(update={"mtp_depth": min(serve.draft_tokens, model.mtp_depth)})
-    return sum(
-        spec.size * (BYTES[compute] if spec.kind == "param" else BUFFER_BYTES)
-        for spec in describe(kept)
-    )
+    shapes = serving_shapes(Frame(kept, execution=Execution(precision)), is_alone=is_alone)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 class Kept(NamedTuple):
@@ -227,14 +248,19 @@ def kept_of(
 
 
 class _Memory(NamedTuple):
-    """Usable bytes of one card, and bytes of the weights."""
+    """Usable bytes of one card, and bytes of the weights where one or several cards hold them."""
 
     usable: int
-    weights: int
+    alone: int
+    shared: int
+
+    def weights(self, cards: int) -> int:
+        """Return the bytes of one copy of the weights on `cards`."""
+        return self.alone if cards == 1 else self.shared
 
     def room(self, cards: int) -> int:
         """Return the bytes that each of `cards` has beside its part of the weights."""
-        return self.usable - -(-self.weights // cards)
+        return self.usable - -(-self.weights(cards) // cards)
 
     def cards_for(self, what: Kept, num_tokens: int) -> int:
         """Return the fewest cards, a power of two, that hold weights and `num_tokens` tokens."""
@@ -243,7 +269,7 @@ class _Memory(NamedTuple):
             cards *= 2
             if cards > MOST_CARDS:
                 raise ConfigError(
-                    f"weights of {bytes_text(self.weights)} and {num_tokens:,} tokens of "
+                    f"weights of {bytes_text(self.shared)} and {num_tokens:,} tokens of "
                     f"{what.bytes_a_token:,} bytes do not fit on {MOST_CARDS} cards with "
                     f"{bytes_text(self.usable)} each to use: take a larger card"
                 )

@@ -12,7 +12,7 @@ from jaxfound.models.build import Frame
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.paged_attention import attend_pages
 from jaxfound.models.pages import LatentPages, empty_pages, page_shapes, paged_view
-from jaxfound.models.served import serving_arrays
+from jaxfound.models.served import serving_arrays, serving_shapes
 from pallas_kernels.formats import Quantized
 from pallas_kernels.mla_decode import pack
 from tests.models.tiny import (
@@ -152,6 +152,10 @@ def test_lengths_from_none_to_whole_tables_over_pages_of_nan(seed):
     np.testing.assert_allclose(out[:, 0], case["out"][order], rtol=1e-5, atol=1e-5)
 
 
+def form_of(array):
+    return array.shape, array.dtype
+
+
 @pytest.mark.parametrize("precision", ["float32", "fp8", "fp8_weights"])
 def test_weights_as_serving_keeps_them_give_the_same_logits(precision):
     """Layers apart, and kernels quantised before instead of in every step."""
@@ -160,6 +164,7 @@ def test_weights_as_serving_keeps_them_give_the_same_logits(precision):
     frame = Frame(model_config("mla_moe_yarn"), execution=Execution(precision=policy))
     stored = weights_of(frame)
     kept = serving_arrays(frame, stored)
+    assert jax.tree.map(form_of, kept) == jax.tree.map(form_of, serving_shapes(frame))
     quantised = {path for path, a in kept.params.items() if isinstance(first_of(a), Quantized)}
     assert bool(quantised) == (precision != "float32")
     assert any("experts" in path for path in quantised) == (precision == "fp8_weights")
