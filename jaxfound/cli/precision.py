@@ -147,15 +147,19 @@ def trial_table(trials: "Sequence[Trial]", operands: "Sequence[OperandNumbers]")
         table.add_column(name, justify="right")
     for trial in trials:
         own = [n for n in operands if trial.name in names_of(n)]
-        lost = max(own, key=lambda n: n.underflow)
-        widest = max(own, key=lambda n: n.outlier_ratio)
+        underflow = outlier = "not counted"
+        if own:
+            lost = max(own, key=lambda n: n.underflow)
+            widest = max(own, key=lambda n: n.outlier_ratio)
+            underflow = f"{lost.underflow:.2%} {place_of(lost)}"
+            outlier = f"{widest.outlier_ratio:,.0f} {place_of(widest)}"
         rise = trial.rise
         cells = (
             trial.name,
             f"{rise.loss_increase:+.1e}",
             f"{rise.low:+.1e} to {rise.high:+.1e}",
-            f"{lost.underflow:.2%} {place_of(lost)}",
-            f"{widest.outlier_ratio:,.0f} {place_of(widest)}",
+            underflow,
+            outlier,
         )
         table.add_row(*map(Text, cells))
     return table

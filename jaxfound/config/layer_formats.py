@@ -25,7 +25,7 @@ class StackOfLayers(NamedTuple):
     Attributes:
         name: `leading` or `layers`, as paths begin.
         layers: numbers of its layers in the model.
-        operations: paths of its linear operations.
+        operations: paths of what rules are about: its linear operations and its experts.
     """
 
     name: str
@@ -33,8 +33,13 @@ class StackOfLayers(NamedTuple):
     operations: tuple[str, ...]
 
 
-def linear_operations(table: ParamTable) -> list[str]:
+def ruled_operations(table: ParamTable) -> list[str]:
     """Return the paths of the operations that precision rules are about."""
+    return linear_operations(table) + expert_operations(table)
+
+
+def linear_operations(table: ParamTable) -> list[str]:
+    """Return the paths of those that are one matrix."""
     paths = [s.path.removesuffix(KERNEL) for s in table if s.path.endswith(KERNEL)]
     return [p for p in paths if p.rpartition(".")[2] not in OWN_FORMAT]
 
@@ -47,11 +52,11 @@ def expert_operations(table: ParamTable) -> list[str]:
 def stacks_of(table: ParamTable) -> list[StackOfLayers]:
     """Return the stacks of a model in the order in which a token passes them."""
     counts = {s.path.split(".")[0]: s.shape[0] for s in table if s.dims[0] in LAYER_DIMS}
-    linear, first = linear_operations(table), 0
+    ruled, first = ruled_operations(table), 0
     found: list[StackOfLayers] = []
     for name in sorted(counts, key=("leading", "layers").index):
         layers = range(first, first + counts[name])
-        own = tuple(path for path in linear if path.startswith(f"{name}."))
+        own = tuple(path for path in ruled if path.startswith(f"{name}."))
         found.append(StackOfLayers(name, layers, own))
         first = layers.stop
     return found
@@ -64,7 +69,7 @@ def segments_alike(
 
     Args:
         precision: formats by operation.
-        operations: paths of a stack's linear operations.
+        operations: paths of a stack's operations.
         layers: numbers of its layers in the model.
     """
     if not precision.names_layers:
@@ -83,7 +88,7 @@ def operations_in_fp8(precision: PrecisionConfig, table: ParamTable) -> frozense
             if any(precision.format_of(path, n) == "fp8" for n in stack.layers):
                 found.add(path)
     stacked = {path for stack in stacks for path in stack.operations}
-    alone = [path for path in linear_operations(table) if path not in stacked]
+    alone = [path for path in ruled_operations(table) if path not in stacked]
     return frozenset(found.union(p for p in alone if precision.format_of(p) == "fp8"))
 
 
@@ -93,19 +98,17 @@ def check_precision(precision: PrecisionConfig, table: ParamTable) -> None:
     Raises:
         ConfigError: names the pattern and what there is to match, or the segments.
     """
-    linear, stacks = linear_operations(table), stacks_of(table)
+    there, stacks = ruled_operations(table), stacks_of(table)
     for rule in precision.rules:
         check_layers(rule, stacks)
         pattern = rule.pattern if rule.layers is None else rule.layers.operation
-        there = linear + expert_operations(table) if rule.format == "fp8_weights" else linear
         if not any(fnmatchcase(path, pattern) for path in there):
             raise ConfigError(
-                f"precision.rules: pattern {rule.pattern!r} matches no linear operation of this "
+                f"precision.rules: pattern {rule.pattern!r} matches no operation of this "
                 f"model, so {rule.format} would be used nowhere. There are: {', '.join(there)}"
             )
     for stack in stacks:
-        experts = [p for p in expert_operations(table) if p.startswith(f"{stack.name}.")]
-        segments = segments_alike(precision, [*stack.operations, *experts], stack.layers)
+        segments = segments_alike(precision, stack.operations, stack.layers)
         if len(segments) > MOST_SEGMENTS:
             told = ", ".join(numbers_text(segment) for segment in segments)
             raise ConfigError(

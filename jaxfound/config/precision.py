@@ -34,14 +34,14 @@ class LayerPattern(NamedTuple):
 
 
 class PrecisionRule(Section):
-    """Linear operations whose path matches `pattern` compute in `format`.
+    """Operations whose path matches `pattern` compute in `format`.
 
     A path is a parameter path without `.kernel`; `jaxfound model PRESET --params` lists them. Layer
     numbers may follow the stack: `layers.4-7.ffn.*` is layers 4 to 7 of the model, counted from 0
     with the leading dense ones first, `layers.7.ffn.down` one operation of layer 7.
     Embedding, head, router and norms have formats of their own. Experts are one operation, e.g.
-    `layers.ffn.experts`, and of these formats `fp8_weights` alone is for them. It is not for what
-    decoding absorbs, MLA's key_up and value_up, which then are in the compute format.
+    `layers.ffn.experts`. `fp8_weights` is not for what decoding absorbs, MLA's key_up and value_up,
+    which then are in the compute format.
     """
 
     pattern: str = key(

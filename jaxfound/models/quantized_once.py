@@ -12,6 +12,7 @@ import jax
 
 from jaxfound.models.build import Frame, Leaf
 from jaxfound.models.layers.linear import Linear, apply_kernel, in_rows, weight_dtype
+from jaxfound.models.served import EXPERTS, matches
 from pallas_kernels.formats import WEIGHT, Quantized
 from pallas_kernels.linear import linear_of_quantized
 from pallas_kernels.quantize import quantize
@@ -42,11 +43,18 @@ def quantized_once(frame: Frame, params: Mapping[str, jax.Array]) -> dict[str, Q
     """Return the kernels that have an fp8 rule, quantised, by path.
 
     There are none where fsdp cuts parameters: each is gathered whole for its product and dropped,
-    and all of them in 8-bit would stay.
+    and all of them in 8-bit would stay. Nor are there of experts where tensor cuts their squares.
     """
-    if frame.execution.rules.cuts_parameters:
+    rules = frame.execution.rules
+    if rules.cuts_parameters:
         return {}
     found, format_of = {}, frame.execution.precision.format_of
+    for path in params if rules.degree("tensor") == 1 else ():
+        operation = path.rpartition(".")[0]
+        if matches(path, EXPERTS) and any(
+            format_of(operation, n) == "fp8" for n in frame.layers_of(path)
+        ):
+            found[path] = quantize(params[path].astype(frame.execution.dtype), format=WEIGHT)
     for path, linear in frame.linears.items():
         if all(format_of(linear.path, n) != "fp8" for n in frame.layers_of(path)):
             continue

@@ -27,7 +27,7 @@ ABSORBED = ("*.mixer.key_up.kernel", "*.mixer.value_up.kernel")
 # Of every expert a matrix [K, N]: no `Linear` holds them, and rules say whether they are in 8 bits.
 EXPERTS = ("*.experts.gate", "*.experts.up", "*.experts.down")
 # Matrices that no `Linear` holds and that are multiplied, or picked from, in the compute format.
-COMPUTE = ("embedding.table", "head.kernel", *EXPERTS)
+COMPUTE = ("embedding.table", "head.kernel")
 
 
 class LayerForm(NamedTuple):
@@ -154,8 +154,9 @@ def forms_of(
         return Form(stacked, tuple(of_layer(linear, path, number) for number in numbers))
 
     def of_experts(path: str, number: int | None) -> LayerForm:
-        operation, dtype = path.rpartition(".")[0], jnp.dtype(frame.execution.dtype)
-        if not in_8_bit or frame.execution.precision.format_of(operation, number) != "fp8_weights":
+        format = frame.execution.precision.format_of(path.rpartition(".")[0], number)
+        dtype = weight_dtype(format, frame.execution.dtype)
+        if not in_8_bit or format not in IN_8_BIT:
             return LayerForm(dtype)
         return LayerForm(dtype, num_inputs=1, num_stacked=1)
 

@@ -249,7 +249,12 @@ def saved_in_8_bits(layout: Layout, routed: bool) -> int:
     hidden = model.moe.num_shared_experts * model.moe.expert_dim if routed else model.ffn_dim
     down = "ffn.shared.down" if routed else "ffn.down"
     channels += less * layout.channels("ffn", hidden) * in_8_bits(down)
-    return round(layout.stream_tokens * stream + layout.tokens * channels)
+    rows = 0.0
+    if routed and in_8_bits("ffn.experts") and num_pieces(layout) == 1:
+        # Their own rows and what a SwiGLU makes of them.
+        rows = less * (model.embed_dim + layout.channels("ffn", model.moe.expert_dim))
+        rows *= tile_rows(layout)
+    return round(layout.stream_tokens * stream + layout.tokens * channels + rows)
 
 
 def arrays_bytes(layout: Layout, routed: bool, found: Arrays) -> int:

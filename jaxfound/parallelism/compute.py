@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from jaxfound.config.layer_formats import ruled_operations
 from jaxfound.config.model import ModelConfig
 from jaxfound.config.params import ParamSpec
 from jaxfound.parallelism.activations import (
@@ -251,11 +251,10 @@ def product_flops(layout: Layout) -> dict[str, float]:
 
 
 def format_of(spec: ParamSpec, layout: Layout) -> str:
-    """Return the format in which the product with a matrix is asked for: the first rule's."""
-    path = spec.path.removesuffix(".kernel")
-    rules = layout.cfg.precision.rules
-    found = (rule.format for rule in rules if fnmatchcase(path, rule.pattern))
-    return next(found, layout.cfg.precision.compute)
+    """Return the format in which the product with a matrix is asked for, rules for layers apart."""
+    operation, precision = spec.path.rpartition(".")[0], layout.cfg.precision
+    ruled = operation in ruled_operations(layout.params)
+    return precision.format_of(operation) if ruled else precision.compute
 
 
 def memory_bytes(layout: Layout) -> float:
@@ -283,13 +282,18 @@ def memory_bytes(layout: Layout) -> float:
 
 
 def rounded_channels(layout: Layout) -> int:
-    """Return the channels that go into products in eight bits and come out of them, all layers'."""
-    total = 0
+    """Return the channels that go into products in eight bits and come out of them, all layers'.
+
+    Of experts those of the chosen ones.
+    """
+    total, model = 0, layout.cfg.model
     for spec in layout.trained():
         if spec.is_matrix and format_of(spec, layout) == "fp8":
-            size = spec.size // stack_size(spec)
-            inputs = layout.cfg.model.embed_dim if "embed" in spec.dims else spec.shape[-1]
-            total += stack_size(spec) * (inputs + size // inputs)
+            experts = "experts" in spec.dims
+            size = spec.size // stack_size(spec) // (model.moe.num_experts if experts else 1)
+            inputs = model.embed_dim if "embed" in spec.dims else spec.shape[-1]
+            chosen = model.moe.top_k if experts else 1
+            total += stack_size(spec) * chosen * (inputs + size // inputs)
     return total
 
 

@@ -128,13 +128,17 @@ def quantized_bytes(layout: Layout) -> int:
     """Return the bytes of the weights that are quantised before a step's micro-batches.
 
     One an element; scales, one for each 128x128, are not counted. Stages quantise theirs in every
-    tick, and what fsdp cuts is quantised behind each gather.
+    tick, what fsdp cuts is quantised behind each gather, and experts that tensor cuts in each use.
     """
     if layout.pipeline is not None or layout.rules.cuts_parameters:
         return 0
     in_fp8 = operations_in_fp8(layout.cfg.precision, layout.params)
-    kernels = {f"{path}.kernel" for path in in_fp8}
-    return sum(layout.used_elements(s) for s in layout.trained() if s.path in kernels)
+    return sum(
+        layout.used_elements(spec)
+        for spec in layout.trained()
+        if spec.path.rpartition(".")[0] in in_fp8
+        and (layout.degree("tensor") == 1 or "experts" not in spec.dims)
+    )
 
 
 def regathered_bytes(layout: Layout) -> int:
@@ -214,10 +218,15 @@ def left_of(layout: Layout) -> Left | None:
     float32 = {s.path: FLOAT32_BYTES * layout.elements(s, place) for s in layout.trained()}
     used = {path: float32[f"{path}.kernel"] for path in linear}
     narrow = layout.compute_bytes / FLOAT32_BYTES
-    # Experts' matrices are no linear operations, and are rounded all the same.
-    experts = sum(float32[s.path] for s in layout.trained() if "experts" in s.dims and s.is_matrix)
-    rounded = sum(size for path, size in used.items() if path not in in_fp8)
+    used |= {
+        s.path: float32[s.path] for s in layout.trained() if "experts" in s.dims and s.is_matrix
+    }
+    rounded = sum(
+        size
+        for path, size in used.items()
+        if not in_fp8.intersection((path, path.rpartition(".")[0]))
+    )
     return Left(
-        gradients=round(sum(float32.values()) - (1 - narrow) * (sum(used.values()) + experts)),
-        rounded=round(narrow * (rounded + experts)),
+        gradients=round(sum(float32.values()) - (1 - narrow) * sum(used.values())),
+        rounded=round(narrow * rounded),
     )

@@ -79,6 +79,9 @@ CASES: Mapping[str, Case] = {
     "2.7 B, whole logits": Case("llama3-8b", "1:h200", PEER_27),
     "2.7 B, in fp8": Case("llama3-8b", "1:h200", f"{PEER_27} {IN_FP8}"),
     "5 layers of deepseek-v2-lite": Case("deepseek-v2-lite", "1:h200", LITE_5),
+    "5 layers of deepseek-v2-lite, in fp8": Case(
+        "deepseek-v2-lite", "1:h200", f"{LITE_5} {IN_FP8}"
+    ),
     **{
         f"dense, fsdp 8, ZeRO {stage}": Case(
             "llama3-8b",

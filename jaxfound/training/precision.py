@@ -63,7 +63,7 @@ class PrecisionReport:
         rules: keep the rise within `max_drop`, the upper end of its interval too.
         rise: of the loss under them.
         max_drop: nats a token.
-        operands: numbers of every operand of every layer, in order.
+        operands: numbers of every operand of every layer's linear operations, in order.
     """
 
     step: int

@@ -84,6 +84,11 @@ class Bench:
         """Paths of all operations, and their layers."""
         return [(path, stack.layers) for stack in self.stacks for path in stack.operations]
 
+    @property
+    def linears(self) -> list[tuple[str, range]]:
+        """Those whose operands are counted: of experts each row's would have to be told apart."""
+        return [each for each in self.operations if f"{each[0]}.kernel" in self.frame.linears]
+
     def nats(self, choice: Choice) -> np.ndarray:
         """Return the loss of each piece with the chosen products in fp8, nats [P]."""
 
@@ -130,7 +135,7 @@ def prepared(
 
 
 def operands_of(cfg: RunConfig, bench: Bench) -> list[OperandNumbers]:
-    """Return the numbers of every operand in the compute format: inputs, weights, gradients.
+    """Return the numbers of every linear operation's operands in the compute format.
 
     Padding counts as what it is computed as; the rows are packed, so that there is little.
     """
@@ -147,7 +152,7 @@ def operands_of(cfg: RunConfig, bench: Bench) -> list[OperandNumbers]:
         num_batches += 1
     weights = weight_sums(bench)
     rows: list[OperandNumbers] = []
-    for path, layers in bench.operations:
+    for path, layers in bench.linears:
         named = {"path": path, "layers": layers}
         rows += numbers_of(total[path][0], operand="input", num_batches=num_batches, **named)
         rows += numbers_of(weights[path], operand="weight", **named)
@@ -160,7 +165,7 @@ def make_counts(
     cfg: RunConfig, bench: Bench
 ) -> Callable[[Arrays, Batch], Mapping[str, tuple[Sums, Sums]]]:
     """Return the program that counts the inputs and output gradients of every operation."""
-    frame, paths = bench.frame, [path for path, _ in bench.operations]
+    frame, paths = bench.frame, [path for path, _ in bench.linears]
 
     def loss(sums: dict[str, tuple[Sums, Sums]], arrays: Arrays, batch: Batch) -> jax.Array:
         params = replaced(arrays.params, paths, lambda path, kernel: Watched(kernel, *sums[path]))
@@ -203,7 +208,7 @@ def weight_sums(bench: Bench) -> dict[str, Sums]:
         return jax.lax.map(of_layer, kernel)
 
     split = inputs_of(bench)
-    kernels = {path: bench.arrays.params[f"{path}.kernel"] for path, _ in bench.operations}
+    kernels = {path: bench.arrays.params[f"{path}.kernel"] for path, _ in bench.linears}
     placed = NamedSharding(bench.mesh, PartitionSpec())
     every = jax.jit(
         lambda given: {path: of_kernel(k, num_inputs=split[path]) for path, k in given.items()},

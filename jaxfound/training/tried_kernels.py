@@ -18,6 +18,8 @@ from pallas_kernels.formats import ACTIVATION
 class Chosen:
     """A kernel whose format is an argument of the program, so that one program tries every choice.
 
+    Of experts all three have the same choice, and the layer itself tells their formats apart.
+
     Attributes:
         kernel: as it is stored; of a stack of layers with a leading dim.
         fp8: whether the product is in fp8; else it is in the format that the model's rules say.
@@ -97,8 +99,8 @@ def replaced(
     params: dict[str, jax.Array], paths: list[str], make: Callable[[str, jax.Array], object]
 ) -> dict[str, object]:
     """Return parameters with the kernels of some operations replaced by what `make` makes."""
-    kernels = {f"{path}.kernel": path for path in paths}
+    of_operation = {name: name.rpartition(".")[0] for name in params}
     return {
-        name: make(kernels[name], array) if name in kernels else array
+        name: make(of_operation[name], array) if of_operation[name] in paths else array
         for name, array in params.items()
     }

@@ -14,39 +14,49 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hardware
-from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Format, Quantized
+from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
 from pallas_kernels.grouped_matmul.cases import GroupedCase, Precision, make_case
 from pallas_kernels.grouped_matmul.layout import GroupLayout, align, stay
-from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize import quantize, quantize_both
 from pallas_kernels.registry import Backend, KernelOp
 from pallas_kernels.sharded import vary, varying_axes
 
 # XLA's ragged product needs no alignment; kernels and scale tiles need whole tiles of rows.
 PLAIN_ROWS = 8
-ALONG_TOKENS = Format(block=(BLOCK, 1))
+
+Operand = Array | Quantized
 
 
 def grouped_matmul(
     x: Float[Array, "rows k"],
-    w: Float[Array, "groups w_k n"],
+    w: Float[Array, "groups w_k n"] | Quantized,
     *,
     group_sizes: Int[Array, " num_groups"],
     precision: Precision,
+    quantized: Quantized | None = None,
     in_tiles: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "rows n"]:
     """Return each row times the matrix of its group, in the dtype of `x`; differentiable.
 
     Args:
+        w: [G, K, N]; for "fp8" also in squares, `quantize(w, format=WEIGHT)`, which get no
+            gradient.
+        quantized: for "fp8" those squares beside `w`, which gets the gradient and whose values are
+            not read: one quantisation for every use of the weights before they change.
         in_tiles: every group's rows, and all rows, are a multiple of 128. Then no row is moved,
             and the results and gradients of rows behind the last group are not defined: they may
             be NaN. What such rows hold is not read.
     Raises:
-        ValueError: if the sizes of the operands do not fit each other.
+        ValueError: if the operands do not fit each other, or the precision.
         KernelError: if `backend` refuses the case.
     """
-    if w.shape[1] != x.shape[1] or len(group_sizes) != len(w):
+    if isinstance(w, Quantized):
+        quantized = w
+    if quantized is not None and precision != "fp8":
+        raise ValueError(f"w is in {quantized.format}: precision={precision!r} needs an array.")
+    if w.shape[1] != x.shape[1] or len(group_sizes) != w.shape[0]:
         raise ValueError(
             f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit: "
             "w must be [G, K, N] with the K of x and group_sizes [G]."
@@ -57,14 +67,17 @@ def grouped_matmul(
         m=x.shape[0],
         n=w.shape[2],
         k=x.shape[1],
-        num_groups=len(w),
+        num_groups=w.shape[0],
         precision=precision,
         hardware=hardware.current(),
         out_dtype="bfloat16" if x.dtype == jnp.bfloat16 else "float32",
     )
-    static = _Static(case, OP.choose(case, backend=backend).name, in_tiles)
-    axes = varying_axes(x, w, group_sizes)
-    return _grouped(*(vary(operand, axes) for operand in (x, w, group_sizes)), static)
+    trained = None if isinstance(w, Quantized) else w
+    dtypes = x.dtype, None if trained is None else trained.dtype
+    static = _Static(case, OP.choose(case, backend=backend).name, in_tiles, *dtypes)
+    operands = x, trained, quantized, group_sizes
+    axes = varying_axes(*jax.tree.leaves(operands))
+    return _grouped(*jax.tree.map(lambda array: vary(array, axes), operands), static)
 
 
 def masked_grouped_matmul(
@@ -118,15 +131,19 @@ def _all_room(x: Array, w: Array, *, precision: Precision) -> Float[Array, "grou
 
 @dataclass(frozen=True)
 class _Static:
-    """What the trace of one call depends on, besides the operands."""
+    """What the trace of one call depends on, besides the operands; no dtype = no gradient."""
 
     case: GroupedCase
     backend: str
     in_tiles: bool
+    x_dtype: jnp.dtype
+    w_dtype: jnp.dtype | None
 
     @property
     def tile_rows(self) -> int:
         """Rows that a group's start is aligned to."""
+        if self.in_tiles:
+            return BLOCK
         plain = self.backend == "xla" and self.case.precision != "fp8"
         on_gpu = self.case.hardware.platform in ("cuda", "rocm")
         return PLAIN_ROWS if plain and not on_gpu else BLOCK
@@ -136,59 +153,91 @@ class _Static:
         return make(group_sizes, num_rows=self.case.m, tile_rows=self.tile_rows)
 
     def rows(
-        self, x: Array, w: Array, layout: GroupLayout, *, transposed: bool = False
+        self, x: Operand, w: Operand, layout: GroupLayout, *, transposed: bool = False
     ) -> Float[Array, "rows n"]:
         """Aligned rows times their group's matrix, or its transpose."""
         case = replace(self.case, n=self.case.k, k=self.case.n) if transposed else self.case
-        operands = _in_format(x, ACTIVATION, case), _in_format(w, WEIGHT, case)
         run = OP.backend(self.backend).run
-        return run("rows", *operands, layout, case=case, transposed=transposed)
+        return run("rows", x, w, layout, case=case, transposed=transposed)
 
-    def inner(self, x: Array, grad: Array, layout: GroupLayout) -> Float[Array, "groups k n"]:
+    def inner(self, x: Operand, grad: Operand, layout: GroupLayout) -> Float[Array, "groups k n"]:
         """For each group the sum over its aligned rows of xᵀ·grad."""
-        operands = (_in_format(rows, ALONG_TOKENS, self.case) for rows in (x, grad))
-        return OP.backend(self.backend).run("inner", *operands, layout, case=self.case)
+        return OP.backend(self.backend).run("inner", x, grad, layout, case=self.case)
 
+    def both_ways(self, x: Array) -> tuple[Operand, Operand]:
+        """Aligned rows as the products by rows, and over rows, take them."""
+        if self.case.precision != "fp8":
+            plain = self.plain(x)
+            return plain, plain
+        by_rows, turned = quantize_both(x, format=ACTIVATION)
+        return by_rows, turned.mT
 
-def _in_format(x: Array, format: Format, case: GroupedCase) -> Array | Quantized:
-    if case.precision == "fp8":
-        return quantize(x, format=format)
-    if case.precision == "bfloat16":
-        return x.astype(jnp.bfloat16)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    def matrices(self, w: Array | None, quantized: Quantized | None) -> Operand:
+        """The groups' matrices as the products take them."""
+        if quantized is not None:
+            return quantized
+        assert w is not None
+        return quantize(w, format=WEIGHT) if self.case.precision == "fp8" else self.plain(w)
+
+    def plain(self, x: Array) -> Array:
+        """An operand in the format of the products."""
+        if self.case.precision == "bfloat16":
+            return x.astype(jnp.bfloat16)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("static",))
 def _grouped(
     x: Float[Array, "rows k"],
-    w: Float[Array, "groups k n"],
+    w: Float[Array, "groups k n"] | None,
+    quantized: Quantized | None,
     group_sizes: Int[Array, " groups"],
     static: _Static,
 ) -> Float[Array, "rows n"]:
-    if not static.case.flops:
-        return jnp.zeros((x.shape[0], w.shape[2]), x.dtype)
+    case = static.case
+    if not case.flops:
+        return jnp.zeros((case.m, case.n), x.dtype)
     layout = static.layout(group_sizes)
-    out = static.rows(layout.spread(x), w, layout)
+    rows = layout.spread(x)
+    operand = quantize(rows, format=ACTIVATION) if case.precision == "fp8" else static.plain(rows)
+    out = static.rows(operand, static.matrices(w, quantized), layout)
     return layout.collect(out).astype(x.dtype)
 
 
+type _Saved = tuple[Operand, Operand | None, Array]
+
+
 def _grouped_forward(
-    x: Array, w: Array, group_sizes: Array, static: _Static
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped(x, w, group_sizes, static), (x, w, group_sizes)
+    x: Array, w: Array | None, quantized: Quantized | None, group_sizes: Array, static: _Static
+) -> tuple[Array, _Saved]:
+    if static.case.precision != "fp8" or not static.case.flops:
+        return _grouped(x, w, quantized, group_sizes, static), (x, w, group_sizes)
+    # Kept in 8 bits, as the gradients' products take them: half the bytes, and rounded once.
+    layout = static.layout(group_sizes)
+    operand, turned = static.both_ways(layout.spread(x))
+    matrices = static.matrices(w, quantized)
+    out = layout.collect(static.rows(operand, matrices, layout)).astype(x.dtype)
+    return out, (turned, matrices, group_sizes)
 
 
 def _grouped_backward(
-    static: _Static, saved: tuple[Array, Array, Array], grad: Array
-) -> tuple[Array, Array, None]:
-    x, w, group_sizes = saved
-    if not static.case.flops:
-        return jnp.zeros_like(x), jnp.zeros_like(w), None
+    static: _Static, saved: _Saved, grad: Array
+) -> tuple[Array, Array | None, None, None]:
+    (x, w, group_sizes), case = saved, static.case
+    if not case.flops:
+        of_x = jnp.zeros((case.m, case.k), static.x_dtype)
+        sizes = case.num_groups, case.k, case.n
+        return of_x, static.w_dtype and jnp.zeros(sizes, static.w_dtype), None, None
     layout = static.layout(group_sizes)
-    grad_rows = layout.spread(grad)
-    grad_x = static.rows(grad_rows, w, layout, transposed=True)
-    grad_w = static.inner(layout.spread(x), grad_rows, layout)
-    return layout.collect(grad_x).astype(x.dtype), grad_w.astype(w.dtype), None
+    of_rows, of_inner = static.both_ways(layout.spread(grad))
+    if isinstance(x, jax.Array) and isinstance(w, jax.Array):
+        x, w = static.plain(layout.spread(x)), static.plain(w)
+    assert w is not None
+    grad_x = static.rows(of_rows, w, layout, transposed=True)
+    of_x = layout.collect(grad_x).astype(static.x_dtype)
+    if static.w_dtype is None:
+        return of_x, None, None, None
+    return of_x, static.inner(x, of_inner, layout).astype(static.w_dtype), None, None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -115,8 +115,8 @@ def test_segments_are_the_longest_runs_of_layers_with_the_same_formats():
         (["layers.0-5.mixer.*"], r"`layers` of this model is layers 1-4.* 0 and 5 are not there"),
         (["layers.5.ffn.shared.up"], "5 is not there"),
         (["layers.4-2.mixer.*"], r"write layers\.2-4"),
-        (["layers.1-2.mixr.*"], "matches no linear operation of this model"),
-        (["layers.1-2"], "matches no linear operation of this model"),
+        (["layers.1-2.mixr.*"], "matches no operation of this model"),
+        (["layers.1-2"], "matches no operation of this model"),
         (["leading.1.mixer.*"], "`leading` of this model is layers 0,"),
         (["layers.1.mixer.*", "layers.3.mixer.*"], None),
     ],
@@ -177,15 +177,14 @@ def test_the_expert_loads_of_all_segments_are_one_stack():
     assert loads(precision(("layers.2.*", "fp8"))) == whole
 
 
-def test_experts_take_the_format_of_their_weights_alone_by_layer():
+@pytest.mark.parametrize("format", ["fp8", "fp8_weights", "bfloat16"])
+def test_experts_take_their_formats_by_layer(format):
     model = model_config("mla_moe_yarn", num_layers=3)
-    everywhere, first = (("layers.ffn.experts", "fp8_weights"), ("layers.1.ffn.*", "fp8_weights"))
+    everywhere, first = (("layers.ffn.experts", format), ("layers.1.ffn.*", format))
     check_precision(precision(everywhere, first), describe(model))
-    with pytest.raises(ConfigError, match=r"layers.ffn.experts' matches no linear operation"):
-        check_precision(precision(("layers.ffn.experts", "fp8")), describe(model))
     plain, all_of_them, one = (
         results_of(Frame(model, execution=in_policy(precision(*rules))))
-        for rules in ((), (everywhere,), (("layers.1.ffn.experts", "fp8_weights"),))
+        for rules in ((), (everywhere,), (("layers.1.ffn.experts", format),))
     )
     # Layer 0 is dense, layers 1 and 2 have experts.
     assert 1e-4 < worst(one, plain) < 1

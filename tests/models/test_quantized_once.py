@@ -27,10 +27,10 @@ EXECUTION = Execution(precision=PrecisionConfig(compute="float32", rules=RULES),
 BATCH = on_device(packed_batch([[16], [9, 7]], length=16))
 
 
-def case(execution=EXECUTION, *, pieces=2):
+def case(execution=EXECUTION, *, pieces=2, model="gqa"):
     """Gradients as a function of parameters, and parameters."""
     parallel = {"num_microbatches": pieces}
-    cfg = run_config(model_config("gqa", num_layers=LAYERS), rows=2, parallel=parallel)
+    cfg = run_config(model_config(model, num_layers=LAYERS), rows=2, parallel=parallel)
     frame = Frame(cfg.model, execution=execution)
     params, buffers = weights_of(frame)
     counts = token_counts(BATCH, num_depths=0)
@@ -82,10 +82,30 @@ def test_where_fsdp_cuts_parameters_each_is_quantised_behind_its_gather():
     assert all(loops[0] == 2 for _, loops in found)
 
 
-def test_gradients_are_those_of_weights_that_are_quantised_in_every_use(monkeypatch):
-    of, params = case()
+# A stack of two layers with experts, of which one has them in fp8.
+OF_EXPERTS = replace(
+    EXECUTION,
+    precision=PrecisionConfig(
+        compute="float32", rules=(PrecisionRule(pattern="layers.2.ffn.experts", format="fp8"),)
+    ),
+)
+
+
+def test_experts_are_quantised_once_before_all_loops():
+    # Kernels of 8 experts, each padded to one square.
+    found = of_weights(execution=OF_EXPERTS, model="mla_moe_yarn")
+    assert found == [((LAYERS - 1, 8), ())] * 3
+
+
+@pytest.mark.parametrize(
+    ("execution", "model"), [(EXECUTION, "gqa"), (OF_EXPERTS, "mla_moe_yarn")], ids=["gqa", "moe"]
+)
+def test_gradients_are_those_of_weights_that_are_quantised_in_every_use(
+    execution, model, monkeypatch
+):
+    of, params = case(execution, model=model)
     once = jit(of)(params)
     monkeypatch.setattr(training_step, "quantized_once", lambda frame, params: {})
-    again = jit(case()[0])(params)
+    again = jit(case(execution, model=model)[0])(params)
     for path, grad in once.items():
         np.testing.assert_allclose(grad, again[path], rtol=1e-5, atol=1e-6, err_msg=path)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxfound.communication import axes_crossed, collectives
 from jaxfound.config.parallel import AXES
+from jaxfound.config.precision import PrecisionConfig, PrecisionRule
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.moe import Experts
 from jaxfound.parallelism.axes import ShardingRules
@@ -114,13 +115,17 @@ def lowered(degrees, devices, shapes, *, execution):
 
 
 @cache
-def layer_on(name):
+def layer_on(name, format="float32"):
     degrees = MESHES.get(name, {})
     devices = jax.devices()[: int(np.prod(list(degrees.values())))]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands()]
     shapes.append(jax.ShapeDtypeStruct((ROWS, TOKENS, CHOICES), jnp.int32))
     rules = ShardingRules(degrees=tuple(degrees.get(axis, 1) for axis in AXES))
-    program, places = lowered(degrees, devices, shapes, execution=Execution(rules=rules))
+    precision = PrecisionConfig(
+        compute="float32", rules=(PrecisionRule(pattern="experts", format=format),)
+    )
+    execution = Execution(precision=precision, rules=rules)
+    program, places = lowered(degrees, devices, shapes, execution=execution)
     return Layer(program.compile(), places)
 
 

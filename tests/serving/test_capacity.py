@@ -139,10 +139,7 @@ def test_weights_in_8_bits_leave_more_pages(lite):
     found = in_8_bits("deepseek-v2-lite", "fp8_weights")
     assert found.weight_bytes == lite.weight_bytes - saved
     assert found.num_pages > lite.num_pages
-    # In `fp8` the same but for the experts, of which the shared two alone are linear operations.
-    experts, blocks = 2 * 3 * 2048 * 1408, 2 * 3 * 16 * 11
-    saved = 26 * (experts + mixer - 4 * (blocks + more))
-    assert in_8_bits("deepseek-v2-lite", "fp8").weight_bytes == lite.weight_bytes - saved
+    assert in_8_bits("deepseek-v2-lite", "fp8").weight_bytes == found.weight_bytes
 
 
 def test_several_cards_keep_no_weights_in_8_bits():
@@ -153,7 +150,7 @@ def test_several_cards_keep_no_weights_in_8_bits():
 
 
 def test_a_rule_for_nothing_is_refused():
-    with pytest.raises(ConfigError, match="matches no linear operation"):
+    with pytest.raises(ConfigError, match="matches no operation"):
         in_8_bits("smollm2-135m", "fp8_weights", pattern="layers.ffn.experts")
 
 

@@ -5,7 +5,7 @@ so that they are summed at home in the router's order and in float32, as on one 
 room for whatever the router does; nothing is dropped.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxfound.communication.dispatch import Exchange, Runs, announce
 from jaxfound.models.layers.expert_tiles import (
     Kernels,
+    KernelsBeside,
+    Product,
     Tiles,
     in_tiles,
     inverse,
@@ -38,8 +40,9 @@ def expert_degree() -> int:
 def outputs_of_choices(
     tokens: Float[Array, "M D"],
     experts: Int[Array, "M A"],
-    kernels: Kernels,
+    kernels: Kernels | KernelsBeside,
     *,
+    product: Product | None = None,
     decoding: bool = False,
 ) -> Float[Array, "M A D"]:
     """Return what each token's experts make of it, wherever they are.
@@ -48,18 +51,19 @@ def outputs_of_choices(
         tokens: of this device.
         experts: numbers among the experts of all devices.
         kernels: of this device's experts.
+        product: format of the products; that of the tokens by default.
         decoding: whether reading the kernels is what takes the time.
     """
     if expert_degree() == 1:
-        all_of_them = decoding and touches_most(*experts.shape, num_experts=len(kernels[0]))
-        outputs = outputs_of_all if all_of_them else outputs_here
-        return outputs(tokens, experts, kernels)
-    ways = ways_of(*experts.shape, experts_here=len(kernels[0]))
+        if decoding and touches_most(*experts.shape, num_experts=kernels[0].shape[0]):
+            return outputs_of_all(tokens, experts, cast("Kernels", kernels), product)
+        return outputs_here(tokens, experts, kernels, product)
+    ways = ways_of(*experts.shape, experts_here=kernels[0].shape[0])
     pieces = num_pieces(ways, row_bytes=tokens.shape[1] * tokens.dtype.itemsize)
     if pieces == 1:
-        return outputs_there(tokens, experts, kernels)
+        return outputs_there(tokens, experts, kernels, product)
     # Kept for the backward pass, the worst cases of all pieces would be there at once.
-    one = jax.checkpoint(lambda piece: outputs_there(piece[0], piece[1], kernels))
+    one = jax.checkpoint(lambda piece: outputs_there(piece[0], piece[1], kernels, product))
     cut = (a.reshape(pieces, -1, a.shape[1]) for a in (tokens, experts))
     return jax.lax.map(one, tuple(cut)).reshape(*experts.shape, -1)
 
@@ -93,23 +97,26 @@ def num_pieces(ways: Ways, *, row_bytes: int) -> int:
 
 
 def outputs_there(
-    tokens: Float[Array, "M D"], experts: Int[Array, "M A"], kernels: Kernels
+    tokens: Float[Array, "M D"],
+    experts: Int[Array, "M A"],
+    kernels: Kernels | KernelsBeside,
+    product: Product | None = None,
 ) -> Float[Array, "M A D"]:
     """Return what each token's experts make of it, on the devices that own them.
 
     Call it inside a shard_map that is manual over `expert`. With N devices, N·M tokens have room on
     each, and N·M·min(A, experts of a device) choices.
     """
-    ways = ways_of(*experts.shape, experts_here=len(kernels[0]))
-    sent = plan_of(experts, experts_here=len(kernels[0]), packed_rows=ways.out.packed_rows)
+    ways = ways_of(*experts.shape, experts_here=kernels[0].shape[0])
+    sent = plan_of(experts, experts_here=kernels[0].shape[0], packed_rows=ways.out.packed_rows)
     got = dispatch(tokens, sent, ways.out)
     tiles = tiles_of(
-        jnp.where(got.numbers > 0, got.numbers - 1, len(kernels[0])).reshape(-1),
-        num_experts=len(kernels[0]),
+        jnp.where(got.numbers > 0, got.numbers - 1, kernels[0].shape[0]).reshape(-1),
+        num_experts=kernels[0].shape[0],
         most_choices=expert_degree() * ways.home.longest_run,
     )
     rows = got.rows.reshape(-1, tokens.shape[1])
-    outputs = swiglu(in_tiles(rows, tiles), kernels, tiles)
+    outputs = swiglu(in_tiles(rows, tiles), kernels, tiles, product)
     blocks = by_sender(outputs, tiles, got.numbers > 0, longest_run=ways.home.longest_run)
     home = ways.home.back(blocks, got.choice_runs)
     choice_of_place = inverse(sent.place_of_choice, size=experts.size)

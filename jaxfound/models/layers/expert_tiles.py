@@ -4,25 +4,22 @@ Shapes are those of the worst case, products those of the rows there are: tiles 
 in use are not multiplied.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import hardware
-from pallas_kernels.formats import Quantized
+from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.quantize import rounded
 from pallas_kernels.widened_matmul import has_kernel, widened_matmul
 
 # Rows of one tile: every expert's tokens are padded to a multiple of it, so that one tile
 # multiplies one expert's matrix.
 TILE_ROWS = 128
-# Where the grouped product has a kernel or a native operation; elsewhere XLA would multiply every
-# row by every expert.
-GROUPED_PLATFORMS = ("cuda", "rocm", "tpu")
-
 # Share of the experts from which on a product of all of them beats the grouped one, which reads the
 # touched ones alone: on an H200 they stream weights at 3.9 and 2.3 TB/s (docs/kernels.md).
 LEAST_SHARE = 0.6
@@ -30,9 +27,24 @@ LEAST_SHARE = 0.6
 # What finds tokens their experts, and their way there and back, is under this name in a program.
 ROUTING = "routing"
 # gate and up [E D F], down [E F D]; as serving keeps them in 8 bits, transposed.
-type Kernel = jax.Array | Quantized
+type Kernel = jax.Array | Quantized | Beside
 type Kernels = tuple[jax.Array, jax.Array, jax.Array]
+type KernelsBeside = tuple[Beside, Beside, Beside]
 type Kernels8Bit = tuple[Quantized, Quantized, Quantized]
+# Format of the operands of products.
+type Product = Literal["float32", "bfloat16", "fp8"]
+
+
+class Beside(NamedTuple):
+    """A kernel with its 8-bit copy, which is multiplied; the kernel itself gets the gradient."""
+
+    kernel: Float[Array, "E K N"]
+    quantized: Quantized
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the kernel."""
+        return self.kernel.shape
 
 
 class Tiles(NamedTuple):
@@ -125,18 +137,39 @@ moved.defvjp(lambda rows, sources, places: (moved(rows, sources, places), places
 
 
 def outputs_here(
-    rows: Float[Array, "R D"], experts: Int[Array, "R A"], kernels: Kernels
+    rows: Float[Array, "R D"],
+    experts: Int[Array, "R A"],
+    kernels: Kernels | Kernels8Bit | KernelsBeside,
+    product: Product | None = None,
 ) -> Float[Array, "R A D"]:
-    """Return what each row's experts make of it, all of them on this device."""
-    tiles = tiles_of(experts.reshape(-1), num_experts=len(kernels[0]), most_choices=experts.size)
-    out = swiglu(in_tiles(rows, tiles), kernels, tiles)
-    with jax.named_scope(ROUTING):
-        picked = moved(out, tiles.slot_of_choice, tiles.choice_of_slot[:, None])
-        return picked.reshape(*experts.shape, -1)
+    """Return what each row's experts make of it, all of them on this device.
+
+    Args:
+        rows: tokens.
+        experts: that each chose.
+        kernels: of all experts; for products in fp8 also in squares already.
+        product: format of the products; that of the rows by default.
+    """
+    num_experts = kernels[0].shape[0]
+    tiles = tiles_of(experts.reshape(-1), num_experts=num_experts, most_choices=experts.size)
+    out = swiglu(in_tiles(rows, tiles), kernels, tiles, product)
+    return of_choices(out, tiles, experts)
+
+
+@jax.named_scope(ROUTING)
+def of_choices(
+    outputs: Float[Array, "S D"], tiles: Tiles, experts: Int[Array, "R A"]
+) -> Float[Array, "R A D"]:
+    """Return what stands in the tiles, choice by choice."""
+    picked = moved(outputs, tiles.slot_of_choice, tiles.choice_of_slot[:, None])
+    return picked.reshape(*experts.shape, -1)
 
 
 def outputs_of_all(
-    rows: Float[Array, "R D"], experts: Int[Array, "R A"], kernels: Kernels
+    rows: Float[Array, "R D"],
+    experts: Int[Array, "R A"],
+    kernels: Kernels,
+    product: Product | None = None,
 ) -> Float[Array, "R A D"]:
     """Return what each row's experts make of it, every expert having multiplied every row.
 
@@ -145,8 +178,9 @@ def outputs_of_all(
     """
     gate, up, down = kernels
     rows_ERD = jnp.broadcast_to(rows[None], (len(gate), *rows.shape))
-    hidden = nnx.silu(batched_product(rows_ERD, gate)) * batched_product(rows_ERD, up)
-    out_ERD = batched_product(hidden, down)
+    one = partial(batched_product, product=product)
+    hidden = nnx.silu(one(rows_ERD, gate)) * one(rows_ERD, up)
+    out_ERD = one(hidden, down)
     return out_ERD[experts, jnp.arange(len(rows))[:, None]]
 
 
@@ -154,41 +188,64 @@ def outputs_of_8_bit(
     rows: Float[Array, "R D"],
     experts: Int[Array, "R A"],
     kernels: Kernels8Bit,
+    *,
+    in_fp8: bool = False,
 ) -> Float[Array, "R A D"]:
     """Return what each row's experts make of it, their matrices kept in 8 bits.
 
     Few rows meet every expert that one of them chose; the others are not read. Many stand in tiles
     of one expert's rows. Either way matrices are widened as they are read; where there is no kernel
     for that, many rows have all of them widened before.
+
+    Args:
+        rows: tokens.
+        experts: that each chose.
+        kernels: of all experts, transposed.
+        in_fp8: whether what they multiply is in 8 bits too; then many rows need nothing widened.
     """
-    gate, up, down = kernels
+    gate = kernels[0]
     num_experts = len(gate.values)
     if len(rows) <= TILE_ROWS:
         chosen = jnp.zeros(num_experts, bool).at[experts].set(True)
         matrices = jnp.where(chosen, jnp.arange(num_experts), -1)
-        out_ERD = widened_swiglu(rows, kernels, matrices)
+        out_ERD = widened_swiglu(rows, kernels, matrices, in_fp8=in_fp8)
         return out_ERD[experts, jnp.arange(len(rows))[:, None]]
+    gate, up, down = (kernel.mT for kernel in kernels)
+    if in_fp8:
+        return outputs_here(rows, experts, (gate, up, down), "fp8")
     tiles = tiles_of(experts.reshape(-1), num_experts=num_experts, most_choices=experts.size)
     rows_PMD = in_tiles(rows, tiles).reshape(-1, TILE_ROWS, rows.shape[1])
-    if not has_kernel(rows_PMD, gate, num_tiles=len(rows_PMD)):
-        gate, up, down = (kernel.mT.dequantize(rows.dtype) for kernel in kernels)
+    if not has_kernel(rows_PMD, kernels[0], num_tiles=len(rows_PMD)):
+        gate, up, down = (kernel.dequantize(rows.dtype) for kernel in (gate, up, down))
         return outputs_here(rows, experts, (gate, up, down))
     in_use = jnp.arange(len(rows_PMD)) < tiles.rows_of_expert.sum() // TILE_ROWS
     matrices = jnp.where(in_use, tiles.expert_of_tile, -1)
     out = widened_swiglu(rows_PMD, kernels, matrices).reshape(-1, rows.shape[1])
-    with jax.named_scope(ROUTING):
-        picked = moved(out, tiles.slot_of_choice, tiles.choice_of_slot[:, None])
-        return picked.reshape(*experts.shape, -1)
+    return of_choices(out, tiles, experts)
 
 
 def widened_swiglu(
-    rows: Float[Array, "*tiles M D"], kernels: Kernels8Bit, matrices: Int[Array, " P"]
+    rows: Float[Array, "*tiles M D"],
+    kernels: Kernels8Bit,
+    matrices: Int[Array, " P"],
+    *,
+    in_fp8: bool = False,
 ) -> Float[Array, "P M D"]:
-    """Return what the expert of each tile makes of its rows, or of the rows that all have."""
+    """Return what the expert of each tile makes of its rows, or of the rows that all have.
+
+    Args:
+        rows: of each tile, or of all.
+        kernels: transposed.
+        matrices: the expert of each tile; -1 for none.
+        in_fp8: whether what is multiplied is rounded to 8 bits first.
+    """
+
+    def one(rows: jax.Array, kernel: Quantized) -> jax.Array:
+        operand = rounded(rows, format=ACTIVATION) if in_fp8 else rows
+        return widened_matmul(operand, kernel, matrices=matrices)
+
     gate, up, down = kernels
-    hidden = nnx.silu(widened_matmul(rows, gate, matrices=matrices))
-    hidden = hidden * widened_matmul(rows, up, matrices=matrices)
-    return widened_matmul(hidden, down, matrices=matrices)
+    return one(nnx.silu(one(rows, gate)) * one(rows, up), down)
 
 
 def touches_most(num_rows: int, num_choices: int, *, num_experts: int) -> bool:
@@ -198,12 +255,17 @@ def touches_most(num_rows: int, num_choices: int, *, num_experts: int) -> bool:
 
 
 def batched_product(
-    rows: Float[Array, "E R K"], kernels: Float[Array, "E K N"]
+    rows: Float[Array, "E R K"], kernels: Float[Array, "E K N"], *, product: Product | None = None
 ) -> Float[Array, "E R N"]:
     """Return each expert's product with its rows; sums are float32."""
+    dtype = rows.dtype
+    if product == "fp8":
+        rows, kernels = rounded(rows, format=ACTIVATION), rounded(kernels, format=WEIGHT)
+    elif product is not None:
+        rows, kernels = rows.astype(product), kernels.astype(product)
     full = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     out = jnp.matmul(rows, kernels, precision=full, preferred_element_type=jnp.float32)
-    return out.astype(rows.dtype)
+    return out.astype(dtype)
 
 
 @jax.named_scope(ROUTING)
@@ -213,65 +275,32 @@ def in_tiles(rows: Float[Array, "R D"], tiles: Tiles) -> Float[Array, "S D"]:
     return moved(rows, tiles.choice_of_slot // places.shape[1], places)
 
 
-def swiglu(rows: Float[Array, "S D"], kernels: Kernels, tiles: Tiles) -> Float[Array, "S D"]:
+def swiglu(
+    rows: Float[Array, "S D"],
+    kernels: Kernels | Kernels8Bit | KernelsBeside,
+    tiles: Tiles,
+    product: Product | None = None,
+) -> Float[Array, "S D"]:
     """Return what each tile's expert makes of its rows."""
     gate, up, down = kernels
-    hidden = nnx.silu(tile_product(rows, gate, tiles)) * tile_product(rows, up, tiles)
-    return tile_product(hidden, down, tiles)
+    one = partial(tile_product, tiles=tiles, product=product)
+    return one(nnx.silu(one(rows, gate)) * one(rows, up), down)
 
 
 def tile_product(
-    rows: Float[Array, "S K"], kernels: Float[Array, "E K N"], tiles: Tiles
+    rows: Float[Array, "S K"],
+    kernels: Float[Array, "E K N"] | Quantized | Beside,
+    tiles: Tiles,
+    product: Product | None = None,
 ) -> Float[Array, "S N"]:
-    """Return each row times its expert's matrix; rows behind the last tile in use hold anything.
-
-    By the grouped kernel or by a loop over the tiles in use; neither copies a matrix per tile.
-    """
-    if hardware.current().platform in GROUPED_PLATFORMS:
-        precision = "float32" if rows.dtype == jnp.float32 else "bfloat16"
-        sizes = tiles.rows_of_expert
-        return grouped_matmul(rows, kernels, group_sizes=sizes, precision=precision, in_tiles=True)
-    num_used = tiles.rows_of_expert.sum() // TILE_ROWS
-    in_tiles = rows.reshape(-1, TILE_ROWS, rows.shape[1])
-    out = _tile_loop(in_tiles, kernels, tiles.expert_of_tile, num_used)
-    return out.reshape(len(rows), -1)
-
-
-@jax.custom_vjp
-def _tile_loop(
-    tiles: Float[Array, "P M K"],
-    kernels: Float[Array, "E K N"],
-    expert_of_tile: Int[Array, " P"],
-    num_used: Int[Array, ""],
-) -> Float[Array, "P M N"]:
-    def one(tile: Array, out: Array) -> Array:
-        product = _dot(tiles[tile], kernels[expert_of_tile[tile]])
-        return out.at[tile].set(product.astype(out.dtype))
-
-    room = jnp.zeros((*tiles.shape[:2], kernels.shape[2]), tiles.dtype)
-    return jax.lax.fori_loop(0, num_used, one, room)
-
-
-def _tile_loop_back(
-    saved: tuple[Array, Array, Array, Array], grads: Float[Array, "P M N"]
-) -> tuple[Float[Array, "P M K"], Float[Array, "E K N"], None, None]:
-    tiles, kernels, expert_of_tile, num_used = saved
-
-    def one(tile: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        expert, grad = expert_of_tile[tile], grads[tile]
-        of_rows = _dot(grad, kernels[expert].T).astype(tiles.dtype)
-        of_kernel = _dot(tiles[tile].T, grad)
-        return sums[0].at[tile].set(of_rows), sums[1].at[expert].add(of_kernel)
-
-    room = jnp.zeros_like(tiles), jnp.zeros(kernels.shape, jnp.float32)
-    of_tiles, of_kernels = jax.lax.fori_loop(0, num_used, one, room)
-    return of_tiles, of_kernels.astype(kernels.dtype), None, None
-
-
-_tile_loop.defvjp(lambda *operands: (_tile_loop(*operands), operands), _tile_loop_back)
-
-
-def _dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """Return the product with float32 sums; float32 operands are not rounded on the way."""
-    full = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=full, preferred_element_type=jnp.float32)
+    """Return each row times its expert's matrix; rows behind the last tile in use hold anything."""
+    own = "bfloat16" if rows.dtype == jnp.bfloat16 else "float32"
+    w, quantized = kernels if isinstance(kernels, Beside) else (kernels, None)
+    return grouped_matmul(
+        rows,
+        w,
+        quantized=quantized,
+        group_sizes=tiles.rows_of_expert,
+        precision=product or own,
+        in_tiles=True,
+    )

@@ -38,6 +38,19 @@ class QuantizedBeside(Protocol):
     quantized: Quantized
 
 
+@runtime_checkable
+class ChosenFormat(Protocol):
+    """A kernel of experts whose format is an argument of the program; see `OwnProduct`.
+
+    Attributes:
+        kernel: as it is stored.
+        fp8: whether products are in fp8; else they are in the format that the rules say.
+    """
+
+    kernel: jax.Array
+    fp8: jax.Array
+
+
 class Linear(nnx.Module):
     """Contracts the last dims of its input with `kernel` [*inputs, *outputs]; no bias.
 

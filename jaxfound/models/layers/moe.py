@@ -18,11 +18,14 @@ from jaxfound.models.execution import Execution
 from jaxfound.models.layers.expert_parallel import outputs_of_choices
 from jaxfound.models.layers.expert_tiles import (
     ROUTING,
+    Beside,
     Kernel,
     Kernels,
     Kernels8Bit,
+    Product,
     outputs_of_8_bit,
 )
+from jaxfound.models.layers.linear import ChosenFormat, QuantizedBeside, weight_dtype
 from jaxfound.models.layers.mlp import Mlp
 from jaxfound.models.layers.parameter import weight
 from jaxfound.models.layers.router import LoadStats, Router, load_stats
@@ -64,7 +67,7 @@ class Experts(nnx.Module):
         self.down = weight(rngs, (experts, ffn, embed), std=std)
         self.execution = execution
         self.path = path
-        # As of a linear operation; of all formats "fp8_weights" alone is for experts.
+        # As of a linear operation.
         self.format: Format = execution.precision.format_of(path)
 
     def __call__(
@@ -79,37 +82,64 @@ class Experts(nnx.Module):
         kernels = tuple(kernel.get_value() for kernel in (self.gate, self.up, self.down))
         if isinstance(kernels[0], Quantized):
             # Serving keeps them so on one device only.
-            return mix_experts(x, experts, weights, *kernels)
+            return mix_experts(x, experts, weights, *kernels, product=self._product(self.format))
+        mixed = partial(self._mixed, x, experts, weights, decoding=decoding)
+        if isinstance(kernels[0], QuantizedBeside):
+            beside = [each.quantized for each in kernels] if self.format == "fp8" else []
+            return mixed([each.kernel for each in kernels], beside, format=self.format)
+        if isinstance(kernels[0], ChosenFormat):
+            plain = [each.kernel for each in kernels]
+            ways = (partial(mixed, format=name) for name in ("fp8", self.format))
+            return jax.lax.cond(kernels[0].fp8, *ways, plain)
+        return mixed(kernels, format=self.format)
+
+    def _mixed(
+        self,
+        x: Float[Array, "B T D"],
+        experts: Int[Array, "B T A"],
+        weights: Float[Array, "B T A"],
+        kernels: Sequence[Float[Array, "_ _ _"]],
+        quantized: Sequence[Quantized] = (),
+        *,
+        format: Format,
+        decoding: bool,
+    ) -> Float[Array, "B T D"]:
+        """Return the mix of kernels in some format; `quantized` are theirs in squares, if any."""
         rules = self.execution.rules
         rows = rules.activation_spec(("batch", "seq", None))
         cut = is_cut(x, rules)
         wide, narrow = ("experts", "embed", "ffn"), ("experts", "ffn", "embed")
         dims = (wide, wide, narrow)
-        held = [
-            self._held(k, d) for k, d in zip((self.gate, self.up, self.down), dims, strict=True)
-        ]
+        held = [self._held(k, d, format=format) for k, d in zip(kernels, dims, strict=True)]
+        # Of values and of scales: where there are copies in squares, nothing else cuts a kernel.
+        experts_alone = rules.gathered_spec(("experts",))
         mix = rules.on_each_device(
             partial(
                 partial_mix,
                 fsdp_dims=tuple(h.fsdp_dim for h in held),
                 cut=cut,
+                product=self._product(format),
                 decoding=decoding,
             ),
-            takes=(rows, rows, rows, *(h.spec for h in held)),
+            takes=(rows, rows, rows, *(h.spec for h in held), *(experts_alone for _ in quantized)),
             gives=rules.activation_spec(("batch", STREAM_SEQ, None)) if cut else rows,
         )
-        return mix(x, experts, weights, *(h.copies for h in held))
+        return mix(x, experts, weights, *(h.copies for h in held), *quantized)
 
-    def _held(self, kernel: nnx.Param, dims: Sequence[str]) -> Held:
-        """Return a kernel as it is stored, in the format of the products."""
+    def _product(self, format: Format) -> Product:
+        """Return the format of the operands of products; "fp8_weights" rounds weights alone."""
+        return self.execution.precision.compute if format == "fp8_weights" else format
+
+    def _held(self, kernel: Float[Array, "_ _ _"], dims: Sequence[str], *, format: Format) -> Held:
+        """Return a kernel as it is stored, in the format in which it comes to its products."""
         run, mesh_sizes = self.execution, jax.sharding.get_abstract_mesh().shape
         free = free_axes()
         cutting = run.rules.param_axes(dims, kernel.shape)
         fsdp_dim = next((i for i, axes in enumerate(cutting) if "fsdp" in axes), None)
         copying = tuple(a for a in TOKEN_AXES if not any(a in axes for axes in cutting))
         num_copies = math.prod(mesh_sizes[axis] for axis in copying if axis in free)
-        cast = kernel[...].astype(run.dtype)
-        if self.format == "fp8_weights":
+        cast = kernel.astype(weight_dtype(format, run.dtype))
+        if format == "fp8_weights":
             cast = rounded_to_8_bit(cast, format=WEIGHT)
         if fsdp_dim is None:
             # Whole already; the sum of its gradients is pinned to its place at once.
@@ -159,18 +189,26 @@ def partial_mix(
     x: Float[Array, "B T D"],
     experts: Int[Array, "B T A"],
     weights: Float[Array, "B T A"],
-    *held: jax.Array,
+    *held: jax.Array | Quantized,
     fsdp_dims: tuple[int | None, ...],
     cut: bool,
+    product: Product,
     decoding: bool,
 ) -> Float[Array, "B _ D"]:
     """Return `mix_experts` of a device's tokens, its channels F summed with the other devices'.
 
     Args:
+        held: copies of the three kernels, and these in squares, if there are such.
         cut: whether each device along tensor is left the sums of its part of the tokens alone.
     """
-    kernels = [whole(copy[0], dim) for copy, dim in zip(held, fsdp_dims, strict=True)]
-    mixed = mix_experts(x, experts, weights, *kernels, decoding=decoding)
+    copies, squares = held[: len(fsdp_dims)], held[len(fsdp_dims) :]
+    kernels: list[Kernel] = [
+        whole(cast("jax.Array", copy)[0], dim) for copy, dim in zip(copies, fsdp_dims, strict=True)
+    ]
+    if squares:
+        pairs = zip(kernels, squares, strict=True)
+        kernels = [Beside(*cast("tuple[jax.Array, Quantized]", pair)) for pair in pairs]
+    mixed = mix_experts(x, experts, weights, *kernels, product=product, decoding=decoding)
     if cut:
         return jax.lax.psum_scatter(mixed, "tensor", scatter_dimension=1, tiled=True)
     return sum_over(mixed, "tensor")
@@ -195,19 +233,22 @@ def mix_experts(
     up: Kernel,
     down: Kernel,
     *,
+    product: Product | None = None,
     decoding: bool = False,
 ) -> Float[Array, "B T D"]:
     """Compute every expert on the tokens that chose it; no token is dropped.
 
     Inside `on_each_device` the kernels are those of this device's experts, and `experts` counts
-    those of all devices along the `expert` axis.
+    those of all devices along the `expert` axis. Products are in the format of `x` by default.
     """
     tokens, chosen = x.reshape(-1, x.shape[2]), experts.reshape(-1, experts.shape[2])
     kernels = gate, up, down
     if isinstance(gate, Quantized):
-        outputs = outputs_of_8_bit(tokens, chosen, cast("Kernels8Bit", kernels))
+        in_fp8 = product == "fp8"
+        outputs = outputs_of_8_bit(tokens, chosen, cast("Kernels8Bit", kernels), in_fp8=in_fp8)
     else:
-        outputs = outputs_of_choices(tokens, chosen, cast("Kernels", kernels), decoding=decoding)
+        formats = {"product": product, "decoding": decoding}
+        outputs = outputs_of_choices(tokens, chosen, cast("Kernels", kernels), **formats)
     return combine(outputs, weights.reshape(chosen.shape), chosen).reshape(x.shape)
 
 
