@@ -15,7 +15,12 @@ Precision = Literal["float32", "bfloat16", "fp8"]
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """M rows in G groups, each group times its own [K, N] matrix."""
+    """M rows in G groups, each group times its own [K, N] matrix.
+
+    Attributes:
+        out_dtype: of rows that come out.
+        inner_dtype: of sums over rows, the gradients of matrices.
+    """
 
     m: int
     n: int
@@ -24,6 +29,7 @@ class GroupedCase:
     precision: Precision
     hardware: Hardware
     out_dtype: OutDtype = "bfloat16"
+    inner_dtype: OutDtype = "float32"
 
     @property
     def padded_flop_ratio(self) -> float:

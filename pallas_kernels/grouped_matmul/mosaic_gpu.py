@@ -60,7 +60,7 @@ def rows_product(
 def inner_product(
     x: Operand, grad: Operand, layout: GroupLayout, *, case: GroupedCase
 ) -> Float[Array, "groups k n"]:
-    """Return for each group the sum over its aligned rows of xᵀ·grad, in float32.
+    """Return for each group the sum over its aligned rows of xᵀ·grad.
 
     8-bit operands come in tiles of 128 rows and are laid out rows last here.
     """
@@ -145,7 +145,7 @@ def _scaled_inner(
         num_columns=b.shape[0],
         tile=TILE,
         num_cores=case.hardware.num_cores,
-        out_dtype=jnp.float32,
+        out_dtype=case.inner_dtype,
         groups=bounds,
         grouping="inner",
     )
@@ -184,7 +184,7 @@ def _plain_inner(a: Array, b: Array, bounds: Array, *, case: GroupedCase) -> Arr
         grouping="inner",
         b_inner_first=True,
         num_cores=case.hardware.num_cores,
-        out_dtype=jnp.float32,
+        out_dtype=case.inner_dtype,
         tile=tile_of(case),
     )
     return out[:, :rows, :columns]

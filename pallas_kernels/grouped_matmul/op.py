@@ -16,7 +16,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hardware
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
-from pallas_kernels.grouped_matmul.cases import GroupedCase, Precision, make_case
+from pallas_kernels.grouped_matmul.cases import (
+    GroupedCase,
+    OutDtype,
+    Precision,
+    make_case,
+)
 from pallas_kernels.grouped_matmul.layout import GroupLayout, align, stay
 from pallas_kernels.quantize import quantize, quantize_both
 from pallas_kernels.registry import Backend, KernelOp
@@ -70,7 +75,8 @@ def grouped_matmul(
         num_groups=w.shape[0],
         precision=precision,
         hardware=hardware.current(),
-        out_dtype="bfloat16" if x.dtype == jnp.bfloat16 else "float32",
+        out_dtype=_out_dtype(x.dtype),
+        inner_dtype="float32" if isinstance(w, Quantized) else _out_dtype(w.dtype),
     )
     trained = None if isinstance(w, Quantized) else w
     dtypes = x.dtype, None if trained is None else trained.dtype
@@ -127,6 +133,11 @@ def _all_room(x: Array, w: Array, *, precision: Precision) -> Float[Array, "grou
         preferred_element_type=jnp.promote_types(dtype, jnp.float32),
     )
     return out.astype(x.dtype)
+
+
+def _out_dtype(dtype: jnp.dtype) -> OutDtype:
+    """The dtype in which a product writes its sums: rounded there where a caller would round."""
+    return "bfloat16" if dtype == jnp.bfloat16 else "float32"
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import pytest
 
 from pallas_kernels import hardware, mosaic, tuning
 from pallas_kernels.accuracy import difference
+from pallas_kernels.formats import WEIGHT
 from pallas_kernels.grouped_matmul import align, grouped_matmul, masked_grouped_matmul, reference
 from pallas_kernels.grouped_matmul.cases import TEST_CASES
 from pallas_kernels.grouped_matmul.layout import num_tiles
 from pallas_kernels.hopper_product import Tile
+from pallas_kernels.quantize import quantize
 
 CASE = Path(__file__).parent.parent / "data" / "S18" / "case.npz"
 # Cosine difference from float64 on unrounded operands: half the squared relative error of two
@@ -173,6 +175,35 @@ def test_gradients_over_all_the_room_are_those_of_the_grouped_product(precision)
     expected = jax.grad(partial(loss, backend="xla"), (0, 1))(x, w)
     for ours, right in zip(found, expected, strict=True):
         assert difference(np.asarray(ours), np.asarray(right)).total <= LIMIT[precision]
+
+
+@pytest.mark.parametrize("in_tiles", [False, True])
+def test_matrices_in_squares_are_multiplied_as_they_are(in_tiles):
+    sizes, rows, n, k = (128, 0, 256), 384, 40, 136
+    x, w, grad, group_sizes = operands(sizes, rows, n, k)
+    squares = jax.jit(partial(quantize, format=WEIGHT))(w)
+    named = {"group_sizes": group_sizes, "precision": "fp8", "in_tiles": in_tiles}
+
+    def run(x, w, grad, **options):
+        out, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, **named, **options), x, w)
+        return out, *pull(grad)
+
+    expected = jax.jit(run)(x, w, grad)
+    beside = jax.jit(run)(x, jnp.full_like(w, jnp.nan), grad, quantized=squares)
+    for ours, right in zip(beside, expected, strict=True):
+        np.testing.assert_array_equal(ours, right)
+    alone = jax.jit(lambda x, w: jax.vjp(lambda x: grouped_matmul(x, w, **named), x))
+    out, pull = alone(x, squares)
+    np.testing.assert_array_equal(out, expected[0])
+    np.testing.assert_array_equal(pull(grad)[0], expected[1])
+
+
+def test_matrices_in_squares_are_for_fp8_alone():
+    x, w, _, sizes = operands((2, 3), 5, 8, 16)
+    with pytest.raises(ValueError, match="w is in e4m3 128x128 float32: precision='bfloat16'"):
+        grouped_matmul(
+            x, quantize(w, format=WEIGHT), group_sizes=sizes, precision="bfloat16"
+        )  # fmt: skip
 
 
 def test_operands_that_do_not_fit_are_refused_with_their_shapes():
