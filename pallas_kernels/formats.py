@@ -90,7 +90,7 @@ def round_up(size: int, multiple: int) -> int:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix, or a stack of them, in a block-scaled format; a pytree of two arrays.
+    """A matrix, or a stack of them, in a block-scaled format; a pytree of two arrays or three.
 
     Element (i, j) is `values[..., i, j] * scales[..., i // block[0], j // block[1]]`. `values`
     is stored padded with zeros to whole blocks, so that no product pads it again.
@@ -100,6 +100,8 @@ class Quantized:
         scales: one float32 for each block, finite and positive.
         rows: rows that hold data.
         columns: columns that hold data.
+        turned: elements of the transpose as they lie in memory, where they were made beside; a
+            product that reads the transpose copies nothing then.
     """
 
     values: Float[Array, "*stack padded_rows padded_columns"]
@@ -107,6 +109,7 @@ class Quantized:
     rows: int
     columns: int
     format: Format
+    turned: Float[Array, "*stack padded_columns padded_rows"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,10 +119,9 @@ class Quantized:
     def tree_flatten_with_keys(
         self,
     ) -> tuple[tuple[tuple[object, object], ...], tuple[int, int, Format]]:
-        """The two arrays under their names; the rest is static."""
-        children = tuple(
-            (jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in ("values", "scales")
-        )
+        """The arrays under their names; the rest is static."""
+        names = ("values", "scales", "turned")
+        children = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names)
         return children, (self.rows, self.columns, self.format)
 
     @classmethod
@@ -128,7 +130,7 @@ class Quantized:
     ) -> "Quantized":
         """Rebuild without checks: JAX also builds trees of shardings, shapes and placeholders."""
         self = object.__new__(cls)
-        names = ("values", "scales", "rows", "columns", "format")
+        names = ("values", "scales", "turned", "rows", "columns", "format")
         for name, value in zip(names, (*children, *static), strict=True):
             object.__setattr__(self, name, value)
         return self
@@ -137,11 +139,12 @@ class Quantized:
     def mT(self) -> "Quantized":
         """The transposed matrix, in the transposed format; no requantising."""
         return Quantized(
-            values=self.values.mT,
+            values=self.values.mT if self.turned is None else self.turned,
             scales=self.scales.mT,
             rows=self.columns,
             columns=self.rows,
             format=self.format.transposed,
+            turned=None if self.turned is None else self.values,
         )
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "..."]:

@@ -81,7 +81,7 @@ def widened_linear(x: Float[Array, "*batch k"], w: Quantized) -> Float[Array, "*
     num_rows = math.prod(x.shape[:-1])
     if num_rows > FEW_ROWS:
         return _in_own_dtype(x, w.mT.dequantize(x.dtype))
-    stack = replace(w, values=w.values[None], scales=w.scales[None])
+    stack = replace(w, values=w.values[None], scales=w.scales[None], turned=None)
     product = widened_matmul(x.reshape(num_rows, x.shape[-1]), stack)
     return product.reshape(*x.shape[:-1], w.rows)
 

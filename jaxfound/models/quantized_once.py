@@ -13,9 +13,9 @@ import jax
 from jaxfound.models.build import Frame, Leaf
 from jaxfound.models.layers.linear import Linear, apply_kernel, in_rows, weight_dtype
 from jaxfound.models.served import EXPERTS, matches
-from pallas_kernels.formats import WEIGHT, Quantized
+from pallas_kernels.formats import Quantized
 from pallas_kernels.linear import linear_of_quantized
-from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize import quantize_squares
 
 
 @jax.tree_util.register_dataclass
@@ -54,15 +54,15 @@ def quantized_once(frame: Frame, params: Mapping[str, jax.Array]) -> dict[str, Q
         if matches(path, EXPERTS) and any(
             format_of(operation, n) == "fp8" for n in frame.layers_of(path)
         ):
-            found[path] = quantize(params[path].astype(frame.execution.dtype), format=WEIGHT)
+            found[path] = quantize_squares(params[path], dtype=frame.execution.dtype)
     for path, linear in frame.linears.items():
         if all(format_of(linear.path, n) != "fp8" for n in frame.layers_of(path)):
             continue
-        kernel = params[path].astype(weight_dtype("fp8", linear.dtype))
+        kernel = params[path]
         dims = kernel.shape[kernel.ndim - len(linear.dims) :]
         k = math.prod(dims[: linear.num_inputs])
         matrix = kernel.reshape(*kernel.shape[: kernel.ndim - len(dims)], k, -1)
-        found[path] = quantize(matrix, format=WEIGHT)
+        found[path] = quantize_squares(matrix, dtype=weight_dtype("fp8", linear.dtype))
     return found
 
 

@@ -1,5 +1,6 @@
 """Shapes on which every backend of quantise is tested and timed."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,20 +10,26 @@ from pallas_kernels.hardware import Hardware
 # What rounds is under this name in a program.
 SCOPE = "quantize"
 # What comes of a matrix: itself; itself and its transpose; of one in 8-bit, its transpose. Both of
-# silu(gate) · up, and both of each of its gradients, where two or three matrices come in.
-Way = Literal["plain", "both", "transposed", "swiglu", "swiglu_gradients"]
+# silu(gate) · up, and both of each of its gradients, where two or three matrices come in. Weights
+# in squares, which are those of the transpose too.
+Way = Literal["plain", "both", "transposed", "swiglu", "swiglu_gradients", "squares"]
 SWIGLU_WAYS: dict[Way, int] = {"swiglu": 2, "swiglu_gradients": 3}
 
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """Quantising a [rows, columns] matrix into `format`, and its transpose by the `way`."""
+    """Quantising a [rows, columns] matrix into `format`, and its transpose by the `way`.
+
+    Attributes:
+        is_narrowed: whether elements are rounded to bfloat16 first.
+    """
 
     rows: int
     columns: int
     format: Format
     hardware: Hardware
     way: Way = "plain"
+    is_narrowed: bool = False
 
     @property
     def padded_flop_ratio(self) -> float:
@@ -79,6 +86,9 @@ def bytes_moved(case: QuantizeCase, *, input_bytes: int = 2) -> int:
     plain = _stored_bytes(case.rows, case.columns, case.format)
     if case.way == "plain":
         return case.rows * case.columns * input_bytes + plain
+    if case.way == "squares":
+        elements = math.prod(case.format.padded((case.rows, case.columns)))
+        return case.rows * case.columns * input_bytes + plain + elements
     turned = _stored_bytes(case.columns, case.rows, case.format)
     if case.way == "transposed":
         return plain + turned

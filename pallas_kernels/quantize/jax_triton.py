@@ -6,7 +6,9 @@ goes back. Any number of rows and columns: what lies behind an edge is read as z
 K first, as the products read them, so that no transpose of them is left in a program.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +31,8 @@ SWIGLU_NUM_WARPS, SWIGLU_VECTOR = 16, 8
 def refuses(case: QuantizeCase) -> str | None:
     """Why the case is not for these kernels; None if it is."""
     hardware = case.hardware
-    if case.format.block != (1, BLOCK):
+    made = (BLOCK, BLOCK) if case.way == "squares" else (1, BLOCK)
+    if case.format.block != made:
         return f"blocks of {case.format.block}: these kernels make tiles of 1x{BLOCK}"
     if case.format.scale != "float32":
         return f"scales are {case.format.scale}; these kernels make float32 ones"
@@ -54,6 +57,9 @@ def run(
         turned, turned_scales = call(x.values, x.scales.mT)
         return _of(turned, turned_scales.mT, case, rows=x.columns, columns=x.rows)
     rows, columns = x.shape[-2:]
+    if case.way == "squares":
+        values, scales, turned = sharded.batched(partial(_squares, case), stacked=(0,))(x)
+        return replace(_of(values, scales, case, rows=rows, columns=columns), turned=turned)
     if case.way == "plain":
         values, scales = sharded.batched(partial(_plain, case), stacked=(0,))(x)
         return _of(values, scales, case, rows=rows, columns=columns)
@@ -112,6 +118,51 @@ def _call(
         # How many lines of a tile all threads hold at once; a thread's own are so far apart.
         APART=num_warps * 32 * vector // BLOCK,
     )
+
+
+def _squares(
+    case: QuantizeCase, x: Float[Array, "*stack rows columns"]
+) -> tuple[Array, Array, Array]:
+    """Elements, scales and the elements of the transpose, of matrices that may be sharded."""
+    stack = sharded.STACK_LETTERS[: x.ndim - 2]
+    k, many_k, cut_k = ("o", "O", "k") if case.columns % BLOCK else ("k", "K", "")
+    m, many_m, cut_m = ("p", "P", "m") if case.rows % BLOCK else ("m", "M", "")
+    rule = sharded.ShardRule(
+        (f"{stack}mk",),
+        (f"{stack}{m}{k}", f"{stack}{many_m}{many_k}", f"{stack}{k}{m}"),
+        {"K": ("k", BLOCK), "M": ("m", BLOCK)},
+        whole=cut_k + cut_m,
+    )
+    return sharded.partitioned(partial(_launch_squares, case), rule)(x)
+
+
+@jax.named_scope(SCOPE)
+def _launch_squares(case: QuantizeCase, x: Array) -> tuple[Array, Array, Array]:
+    """Run the kernel on the matrices that one device has."""
+    *stack, rows, columns = x.shape
+    height, width = -(-rows // BLOCK), -(-columns // BLOCK)
+    values = (*stack, height * BLOCK, width * BLOCK)
+    shapes = values, (*stack, height, width), (*values[:-2], values[-1], values[-2])
+    dtypes = case.format.dtype, jnp.float32, case.format.dtype
+    values, scales, turned = triton.call(
+        kernels.squares,
+        x,
+        out_shape=[jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)],
+        grid=(width, height, math.prod(stack)),
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        hardware=case.hardware,
+        uses=kernels.USES,
+        ROWS=rows,
+        COLUMNS=columns,
+        STORED_COLUMNS=columns,
+        LARGEST=case.format.largest,
+        SMALLEST_SCALE=SMALLEST_SCALE,
+        BLOCK=BLOCK,
+        APART=NUM_WARPS * 32 * VECTOR // BLOCK,
+        IS_NARROWED=case.is_narrowed and x.dtype != jnp.bfloat16,
+    )
+    return values, scales, turned
 
 
 def _plain(case: QuantizeCase, x: Float[Array, "*stack rows columns"]) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ tl: Any = None
 # Functions here that the kernels call.
 USES = (
     *("lines_of", "in_memory_order", "loaded", "finite_or_nan", "divided", "rounded_tile"),
-    *("keep", "keep_turned", "keep_both"),
+    *("keep", "store_turned", "keep_turned", "keep_both"),
 )
 
 
@@ -102,17 +102,15 @@ def keep(
     tl.store(found, in_memory_order(scale, BLOCK, APART), mask=row < NUM_ROWS)
 
 
-def keep_turned(
+def store_turned(
     turned: "Pointer",
-    scales: "Pointer",
     elements: "Any",
-    scale: "Any",
     columns: "Any",
     NUM_COLUMNS: "constexpr",
     BLOCK: "constexpr",
     APART: "constexpr",
 ) -> None:
-    """Store the elements of a tile column by column, and a scale for each column.
+    """Store the elements of a tile column by column.
 
     Elements of four rows side by side are one word, so that what changes hands between threads
     are words.
@@ -128,8 +126,22 @@ def keep_turned(
         tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
     )
     tl.store(turned.to(tl.pointer_type(tl.int32)) + place, words, mask=inside[:, None])
+
+
+def keep_turned(
+    turned: "Pointer",
+    scales: "Pointer",
+    elements: "Any",
+    scale: "Any",
+    columns: "Any",
+    NUM_COLUMNS: "constexpr",
+    BLOCK: "constexpr",
+    APART: "constexpr",
+) -> None:
+    """Store the elements of a tile column by column, and a scale for each column."""
+    store_turned(turned, elements, columns, NUM_COLUMNS, BLOCK, APART)
     block = tl.program_id(1).to(tl.int64)
-    tl.store(scales + block * NUM_COLUMNS + columns, scale, mask=inside)
+    tl.store(scales + block * NUM_COLUMNS + columns, scale, mask=columns < NUM_COLUMNS)
 
 
 def keep_both(
@@ -203,6 +215,45 @@ def quantized_both(
         tile, values, scales, turned, turned_scales,
         ROWS, COLUMNS, LARGEST, SMALLEST_SCALE, BLOCK, APART,
     )  # fmt: skip
+
+
+def squares(
+    x: "Pointer",
+    values: "Pointer",
+    scales: "Pointer",
+    turned: "Pointer",
+    ROWS: "constexpr",
+    COLUMNS: "constexpr",
+    STORED_COLUMNS: "constexpr",
+    LARGEST: "constexpr",
+    SMALLEST_SCALE: "constexpr",
+    BLOCK: "constexpr",
+    APART: "constexpr",
+    IS_NARROWED: "constexpr",
+) -> None:
+    """One square of a matrix of a stack, and its place in the transpose."""
+    matrix = tl.program_id(2).to(tl.int64)
+    column_block, row_block = tl.program_id(0), tl.program_id(1)
+    columns = column_block * BLOCK + tl.arange(0, BLOCK)
+    rows = lines_of(row_block.to(tl.int64) * BLOCK, BLOCK, APART)
+    first = x + matrix * ROWS * STORED_COLUMNS
+    tile = loaded(first, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
+    if IS_NARROWED:
+        tile = tile.to(tl.bfloat16).to(tl.float32)
+    tile = finite_or_nan(tile)
+
+    largest = tl.max(tl.max(tl.abs(tile), axis=1), axis=0)
+    scale = tl.maximum(divided(largest, LARGEST, 1.0 / LARGEST), SMALLEST_SCALE)
+    scale = tl.where(largest > 0, scale, 1.0)
+    elements = divided(tile, scale, 1.0 / scale)
+
+    width, height = tl.num_programs(0), tl.num_programs(1)
+    start = matrix * width * height * (BLOCK * BLOCK)
+    place = rows[:, None] * (width * BLOCK) + columns[None, :]
+    tl.store(values + start + place, elements.to(values.dtype.element_ty))
+    # What lies behind an edge is stored too: as many columns as there are blocks of them.
+    store_turned(turned + start, elements, columns, COLUMNS + BLOCK, BLOCK, APART)
+    tl.store(scales + (matrix * height + row_block) * width + column_block, scale)
 
 
 def requantized(

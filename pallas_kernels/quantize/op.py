@@ -18,6 +18,7 @@ from pallas_kernels import hardware, sharded
 from pallas_kernels.formats import (
     ACTIVATION,
     BLOCK,
+    WEIGHT,
     Format,
     FormatError,
     Quantized,
@@ -42,6 +43,30 @@ def quantize(
     if format.block[0] == 1:
         rows = math.prod(x.shape[:-1])
     case = QuantizeCase(rows=rows, columns=columns, format=format, hardware=hardware.current())
+    return OP.choose(case, backend=backend).run(jax.lax.stop_gradient(x), case=case)
+
+
+def quantize_squares(
+    x: Float[Array, "*stack k n"],
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    backend: str | None = None,
+) -> Quantized:
+    """Return weights in squares of 128x128, for their product and for that with their transpose.
+
+    Where a kernel serves, the elements of the transpose are made beside and `.mT` copies nothing.
+    No gradient passes through.
+
+    Args:
+        x: weights; any leading dims.
+        dtype: what they are rounded to before they are quantised; their own by default.
+        backend: the backend to use; None = the fastest that serves the case.
+    Raises:
+        KernelError: if `backend` refuses the case.
+    """
+    narrowed = dtype is not None and jnp.dtype(dtype) == jnp.bfloat16
+    sizes = {"rows": x.shape[-2], "columns": x.shape[-1], "format": WEIGHT}
+    case = QuantizeCase(**sizes, hardware=hardware.current(), way="squares", is_narrowed=narrowed)
     return OP.choose(case, backend=backend).run(jax.lax.stop_gradient(x), case=case)
 
 
@@ -189,8 +214,10 @@ def _by_reference(
         return pairs[0] if case.way == "swiglu" else pairs
     if isinstance(x, Quantized):
         return reference.quantize(x.dequantize(jnp.float32).mT, format=case.format)
-    plain = reference.quantize(x, format=case.format)
-    if case.way == "plain":
+    plain = reference.quantize(
+        x.astype(jnp.bfloat16) if case.is_narrowed else x, format=case.format
+    )
+    if case.way in ("plain", "squares"):
         return plain
     return plain, reference.quantize(x.mT, format=case.format)
 

@@ -20,7 +20,7 @@ def widened_matmul(
     """Return X·Wᵀ in float32, operands in `dtype`: X [M, K] or [P, M, K], W [E, N, K]."""
     if matrices is not None:
         picked = jnp.maximum(matrices, 0)
-        w = replace(w, values=w.values[picked], scales=w.scales[picked])
+        w = replace(w, values=w.values[picked], scales=w.scales[picked], turned=None)
     weights = w.dequantize(dtype)
     rows = jnp.broadcast_to(x, (len(weights), *x.shape[-2:])).astype(dtype)
     exact = jnp.dtype(dtype).itemsize >= 4

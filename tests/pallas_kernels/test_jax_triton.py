@@ -23,7 +23,12 @@ from pallas_kernels.fp8_matmul.cases import make_case as product_case
 from pallas_kernels.mla_decode import jax_triton as decode_file
 from pallas_kernels.mla_decode.cases import make_case as decode_case
 from pallas_kernels.quantize import jax_triton as quantize_file
-from pallas_kernels.quantize import quantize, quantize_both, requantize_transposed
+from pallas_kernels.quantize import (
+    quantize,
+    quantize_both,
+    quantize_squares,
+    requantize_transposed,
+)
 from pallas_kernels.quantize.cases import QuantizeCase
 from pallas_kernels.widened_matmul import jax_triton as widened_file
 from pallas_kernels.widened_matmul import widened_matmul
@@ -141,6 +146,12 @@ QUANTIZED = {
     "one column": (300, 1, "bfloat16"),
 }
 
+# Weights, and what they are rounded to first: edges in both dims of a stack, whole blocks.
+SQUARES = {
+    "squares, odd edges": ((2, 200, 130), "bfloat16"),
+    "squares, whole blocks": ((128, 256), "float32"),
+}
+
 # Matrices, rows, N, K: one matrix in parts of K, edges in every dim, and one that nobody uses.
 WIDENED = {"in parts of K": (1, 5, 200, 1500), "a stack": (3, 17, 130, 257)}
 
@@ -177,6 +188,8 @@ def write_interpreted():
             found[name] = difference(np.asarray(out, np.float64)[read], expected[order][read])
         for name, (rows, columns, dtype) in QUANTIZED.items():
             found[name] = compare_quantized(rows, columns, dtype)
+        for name, (shape, dtype) in SQUARES.items():
+            found[name] = compare_squares(shape, dtype)
     sys.stdout.write(json.dumps(found))
 
 
@@ -196,6 +209,25 @@ def compare_quantized(rows, columns, dtype):
     expected = (plain, plain, turned, tiles_by_numpy(dequantized(given).T))
     apart = [steps_apart(q, *tiles) for q, tiles in zip(found, expected, strict=True)]
     return max((float((one > 0).mean()), float(one.max()), 0.0) for one in apart)
+
+
+def compare_squares(shape, dtype):
+    """How many elements differ from what XLA makes of rounded weights, and the largest step."""
+    x = np.array(varied(shape, seed=2), np.float32)
+    x[..., 0, :3] = np.nan, np.inf, -np.inf
+    expected = quantize(jnp.asarray(x, dtype), format=WEIGHT, backend="xla")
+    found = quantize_squares(jnp.asarray(x), dtype=dtype, backend="jax_triton")
+    # The interpreter rounds a fused product and sum twice.
+    np.testing.assert_allclose(found.scales, expected.scales, rtol=3e-7)
+    np.testing.assert_array_equal(bits_of(found.turned), bits_of(found.values.mT))
+    apart = np.abs(bits_of(found.values) - bits_of(expected.values))
+    return float((apart > 0).mean()), float(apart.max()), 0.0
+
+
+def bits_of(values):
+    """8-bit elements in order: neighbours are one apart, both zeros one number."""
+    bits = np.asarray(values).view(np.uint8).astype(np.int32)
+    return np.where(bits < 128, bits, 128 - bits)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +265,7 @@ def test_the_widening_source_computes_the_product(name, interpreted):
 
 @needs_triton
 @SLOW
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", [*QUANTIZED, *SQUARES])
 def test_the_sources_quantise_as_the_reference_does(name, interpreted):
     share, apart, _ = interpreted[name]
     # A quotient at the middle between two elements may go either way: the interpreter rounds a
@@ -303,6 +335,15 @@ def test_quantising_is_one_kernel_each_without_spills(shape, kind, tmp_path):
     assert len(calls) == 3
     for i, call in enumerate(calls):
         assert not assemble(call, tmp_path / f"{i}.ptx", kind=kind)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA B200"])
+@pytest.mark.parametrize("shape", [(2, 256, 384), (201, 130)], ids=str)
+def test_squares_and_their_transpose_are_one_kernel_without_spills(shape, kind, tmp_path):
+    run = partial(quantize_squares, dtype=jnp.bfloat16)
+    (call,) = calls_of(run, (shape, jnp.float32), kind=kind)
+    assert not assemble(call, tmp_path / "kernel.ptx", kind=kind)
 
 
 @needs_triton
