@@ -17,6 +17,7 @@ from pallas_kernels.quantize import (
     OP,
     quantize,
     quantize_both,
+    quantize_squares,
     requantize_transposed,
     swiglu_both,
     swiglu_gradients_both,
@@ -30,6 +31,7 @@ SIZES: tuple[Sizes, ...] = BENCH_SHAPES
 PLAIN: dict[str, Format] = {"1x128": ACTIVATION, "128x128": WEIGHT}
 BOTH, TRANSPOSED = "both_1x128", "transposed_1x128"
 SWIGLU, GRADIENTS = "swiglu_1x128", "swiglu_gradients_1x128"
+SQUARES = "squares"
 CHECKED_ROWS = 128
 # Inputs rotate through more memory than any L2 holds.
 ROTATION_BYTES = 200_000_000
@@ -53,11 +55,12 @@ def named(sizes: Sizes) -> dict[str, int]:
 
 def work_of(case: QuantizeCase) -> Work:
     """Bytes of one pass over the input of a case, and of what comes of it."""
-    return Work(0, bytes_moved(case), "none")
+    # Weights come in float32.
+    return Work(0, bytes_moved(case, input_bytes=4 if case.way == "squares" else 2), "none")
 
 
 def problem(sizes: Sizes) -> Problem:
-    """Both formats of the recipe, a gradient both ways, and the transpose for its weights."""
+    """Both formats of the recipe, what is rounded both ways, and transposes."""
     keys = [jax.random.key(seed) for seed in range(num_sets(sizes))]
     make = untimed(lambda key: jax.random.normal(key, sizes, jnp.bfloat16))
     inputs = [(jax.block_until_ready(make(key)),) for key in keys]
@@ -83,6 +86,8 @@ def problem(sizes: Sizes) -> Problem:
     pairs = [(gate, up) for gate, up, _ in several]
     add(SWIGLU, case_of(ACTIVATION, "swiglu"), swiglu_both, pairs)
     add(GRADIENTS, case_of(ACTIVATION, "swiglu_gradients"), swiglu_gradients_both, several)
+    weights = [(untimed(partial(jnp.asarray, dtype=jnp.float32))(x),) for (x,) in inputs]
+    add(SQUARES, case_of(WEIGHT, "squares"), partial(quantize_squares, dtype=jnp.bfloat16), weights)
     return Problem("quantize", named(sizes), parts, partial(_checker, inputs[0][0]))
 
 

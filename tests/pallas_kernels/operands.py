@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT
-from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize import quantize, quantize_squares
 from pallas_kernels.quantize.reference import SMALLEST_SCALE
 
 
@@ -41,6 +41,37 @@ def tiles_by_numpy(x):
     # Divided in float32, then rounded once.
     elements = quotients.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
     return elements.reshape(len(x), -1), scales.astype(np.float32)
+
+
+def squares_by_numpy(x):
+    """The 8-bit elements of matrices in squares of 128x128, and the scales, by numpy."""
+    x = np.asarray(x, np.float32)
+    edges = [(0, 0)] * (x.ndim - 2) + [(0, -n % BLOCK) for n in x.shape[-2:]]
+    padded = np.pad(x, edges)
+    *stack, rows, columns = padded.shape
+    blocks = padded.reshape(*stack, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    tiles = blocks.swapaxes(-3, -2).reshape(-1, BLOCK * BLOCK)
+    finite = np.isfinite(tiles)
+    largest = np.abs(np.where(finite, tiles, 0.0)).max(-1)
+    scales = np.where(largest > 0, np.maximum(largest / np.float32(448), SMALLEST_SCALE), 1.0)
+    scales = scales.astype(np.float32)
+    quotients = np.where(finite, tiles, np.nan) / scales[:, None]
+    elements = quotients.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    scales = scales.reshape(*stack, rows // BLOCK, columns // BLOCK)
+    return elements.reshape(*scales.shape, BLOCK, BLOCK).swapaxes(-3, -2).reshape(
+        padded.shape
+    ), scales
+
+
+def squares_apart(shape, dtype):
+    """How many steps elements of the kernel lie from numpy's; the transpose is the same bits."""
+    x = np.array(varied(shape, seed=2), np.float32)
+    x[..., 0, :3] = np.nan, np.inf, -np.inf
+    x[..., -1, :] = 0.0
+    found = quantize_squares(jnp.asarray(x), dtype=dtype, backend="jax_triton")
+    turned, plain = (np.asarray(v).view(np.uint8) for v in (found.turned, found.values))
+    np.testing.assert_array_equal(turned, plain.swapaxes(-2, -1))
+    return steps_apart(found, *squares_by_numpy(jnp.asarray(x, dtype)))
 
 
 def steps_apart(q, elements, scales):

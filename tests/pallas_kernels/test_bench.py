@@ -279,7 +279,7 @@ def test_grouped_products_are_timed_in_both_precisions_and_masked():
 def test_quantising_is_held_against_its_bytes():
     found = check(quantize.problem((130, 256)), set())
     ways = ("1x128", "128x128", "both_1x128", "transposed_1x128")
-    ways += ("swiglu_1x128", "swiglu_gradients_1x128")
+    ways += ("swiglu_1x128", "swiglu_gradients_1x128", "squares")
     assert set(found) == {f"xla_{way}" for way in ways}
     for record in found.values():
         assert record.floor_us == 1e6 * record.bytes_moved / CEILINGS["copy_bps"]

@@ -37,6 +37,7 @@ from tests.pallas_kernels.latent_cache import by_numpy, make_batch
 from tests.pallas_kernels.operands import (
     dequantized,
     exact_product,
+    squares_apart,
     steps_apart,
     tiles_by_numpy,
     varied,
@@ -189,7 +190,8 @@ def write_interpreted():
         for name, (rows, columns, dtype) in QUANTIZED.items():
             found[name] = compare_quantized(rows, columns, dtype)
         for name, (shape, dtype) in SQUARES.items():
-            found[name] = compare_squares(shape, dtype)
+            apart = squares_apart(shape, dtype)
+            found[name] = float((apart > 0).mean()), float(apart.max()), 0.0
     sys.stdout.write(json.dumps(found))
 
 
@@ -209,25 +211,6 @@ def compare_quantized(rows, columns, dtype):
     expected = (plain, plain, turned, tiles_by_numpy(dequantized(given).T))
     apart = [steps_apart(q, *tiles) for q, tiles in zip(found, expected, strict=True)]
     return max((float((one > 0).mean()), float(one.max()), 0.0) for one in apart)
-
-
-def compare_squares(shape, dtype):
-    """How many elements differ from what XLA makes of rounded weights, and the largest step."""
-    x = np.array(varied(shape, seed=2), np.float32)
-    x[..., 0, :3] = np.nan, np.inf, -np.inf
-    expected = quantize(jnp.asarray(x, dtype), format=WEIGHT, backend="xla")
-    found = quantize_squares(jnp.asarray(x), dtype=dtype, backend="jax_triton")
-    # The interpreter rounds a fused product and sum twice.
-    np.testing.assert_allclose(found.scales, expected.scales, rtol=3e-7)
-    np.testing.assert_array_equal(bits_of(found.turned), bits_of(found.values.mT))
-    apart = np.abs(bits_of(found.values) - bits_of(expected.values))
-    return float((apart > 0).mean()), float(apart.max()), 0.0
-
-
-def bits_of(values):
-    """8-bit elements in order: neighbours are one apart, both zeros one number."""
-    bits = np.asarray(values).view(np.uint8).astype(np.int32)
-    return np.where(bits < 128, bits, 128 - bits)
 
 
 @pytest.fixture(scope="module")

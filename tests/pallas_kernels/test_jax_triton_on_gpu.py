@@ -18,6 +18,7 @@ from tests.pallas_kernels.latent_cache import make_batch
 from tests.pallas_kernels.operands import (
     dequantized,
     matmul_operands,
+    squares_apart,
     steps_apart,
     tiles_by_numpy,
     varied,
@@ -131,6 +132,15 @@ def test_quantising_is_the_reference_s_but_for_ties(shape, dtype):
         # A quotient at the middle between two elements may go either way.
         assert apart.max(initial=0) <= 1
         assert (apart > 0).mean() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(128, 256), (3, 200, 130), (4, 2560, 6912)], ids=str)
+def test_squares_are_numpy_s_and_so_is_their_transpose(shape, dtype):
+    poison_memory()
+    apart = squares_apart(shape, dtype)
+    assert apart.max() <= 1
+    assert (apart > 0).mean() <= 1e-4
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one input", "an input each"])
