@@ -16,6 +16,7 @@ from pallas_kernels.fp8_matmul import fp8_matmul
 from pallas_kernels.quantize import (
     quantize,
     quantize_both,
+    quantize_squares,
     rounded,
     swiglu_both,
     swiglu_gradients_both,
@@ -218,13 +219,13 @@ def _fp8(x: Float[Array, "*batch k"], w: Float[Array, "k n"]) -> Float[Array, "*
 def _fp8_product(
     x: Float[Array, "*batch k"], w: Float[Array, "k n"], dtypes: _Dtypes
 ) -> Float[Array, "*batch n"]:
-    return _fp8_of(quantize(_in_rows(x), format=ACTIVATION), quantize(w, format=WEIGHT), x, dtypes)
+    return _fp8_of(quantize(_in_rows(x), format=ACTIVATION), quantize_squares(w), x, dtypes)
 
 
 def _fp8_forward(
     x: Float[Array, "*batch k"], w: Float[Array, "k n"], dtypes: _Dtypes
 ) -> tuple[Float[Array, "*batch n"], tuple[Quantized, Quantized]]:
-    return _forward_of(x, quantize(w, format=WEIGHT), dtypes)
+    return _forward_of(x, quantize_squares(w), dtypes)
 
 
 def _forward_of(
@@ -233,7 +234,7 @@ def _forward_of(
     # What backward keeps is the transpose, in tiles along the tokens that its weight gradient sums
     # over: as many bytes as the operand of this product, of which it would be made a second time.
     x_q, x_t = quantize_both(_in_rows(x), format=ACTIVATION)
-    return _fp8_of(x_q, w_q, x, dtypes), (x_t, w_q)
+    return _fp8_of(x_q, w_q, x, dtypes), (x_t, replace(w_q, turned=None))
 
 
 def _fp8_of(
