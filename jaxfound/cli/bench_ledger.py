@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +28,8 @@ def ledger_command(
 ) -> None:
     """Compile layouts for GPUs that are not here and compare their memory with the plan's.
 
-    Needs the extra `aot`. Exits with 1 when a plan is off by more than it may be.
+    Needs the extra `aot`. Rows of --out that are not asked for stay as they are. Exits with 1 when
+    a plan is off by more than it may be.
     """
     from jaxfound.training.ledger_record import CASES, compiled_in, rows_of
 
@@ -36,12 +37,13 @@ def ledger_command(
     known = None if before is None else compiled_in(before)
     jaxlib = version("jaxlib") if before is None else str(before["jaxlib"])
     names = [name.strip() for name in cases.split(";") if name.strip()] or [*(known or CASES)]
+    others = [] if out is None else rows_besides(names, out, jaxlib=jaxlib)
     rows: list[LedgerRow] = []
     for row in rows_of(names, recorded=known):
         rows.append(row)
         open_console().print(f"{row.name}: plan {row.error:+.1%}", markup=False)
         if out is not None:
-            write(out, rows, commit=commit, jaxlib=jaxlib)
+            write(out, rows, others, commit=commit, jaxlib=jaxlib)
     print_table(rows)
     if out is not None:
         open_console().print(f"written to {out}", markup=False)
@@ -49,16 +51,41 @@ def ledger_command(
         raise typer.Exit(1)
 
 
-def write(out: Path, rows: "Sequence[LedgerRow]", *, commit: str, jaxlib: str) -> None:
-    """Write the JSON file with what is known so far."""
-    from jaxfound.training.ledger_record import as_record
+def rows_besides(names: Sequence[str], out: Path, *, jaxlib: str) -> list[dict[str, Any]]:
+    """Return the rows of a file that are not to be made anew, each with the commit it is of.
 
-    record = as_record(
-        rows,
-        commit=commit_of(commit),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        jaxlib=jaxlib,
-    )
+    Raises:
+        typer.BadParameter: another compiler made them: side by side they would compare nothing.
+    """
+    if not out.exists():
+        return []
+    record = json.loads(out.read_text("utf-8"))
+    others = [row for row in record["rows"] if row["name"] not in names]
+    if others and record["jaxlib"] != jaxlib:
+        raise typer.BadParameter(
+            f"{out} has {len(others)} more rows, of jaxlib {record['jaxlib']}, and these are of "
+            f"{jaxlib}. Make all of them without --cases, or name another file",
+            param_hint="--out",
+        )
+    return [{"commit": record["commit"], **row} for row in others]
+
+
+def write(
+    out: Path,
+    rows: "Sequence[LedgerRow]",
+    others: Sequence[dict[str, Any]],
+    *,
+    commit: str,
+    jaxlib: str,
+) -> None:
+    """Write the JSON file with what is known so far, rows in the order of the table of cases."""
+    from jaxfound.training.ledger_record import CASES, as_record
+
+    made = {"commit": commit_of(commit), "jaxlib": jaxlib}
+    record = as_record(rows, date=datetime.now(UTC).isoformat(timespec="seconds"), **made)
+    order = {name: number for number, name in enumerate(CASES)}
+    both = [*others, *({"commit": made["commit"], **row} for row in record["rows"])]
+    record["rows"] = sorted(both, key=lambda row: order.get(row["name"], len(order)))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 

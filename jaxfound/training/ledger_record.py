@@ -6,7 +6,7 @@ compiler's bytes are read again and only the plan is made anew.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from jaxfound.config.load import parse
 from jaxfound.config.run import RunConfig
@@ -258,7 +258,7 @@ def row_of(name: str, case: Case, *, plan: ParallelPlan, compiled: Compiled) -> 
     )
 
 
-def as_record(rows: Sequence[LedgerRow], **made: str) -> dict[str, object]:
+def as_record(rows: Sequence[LedgerRow], **made: str) -> dict[str, Any]:
     """Return rows as plain data for JSON, with what the caller knows of how they were made."""
     return {
         "format_version": FORMAT_VERSION,

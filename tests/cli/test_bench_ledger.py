@@ -39,6 +39,25 @@ def test_a_record_is_compared_again_without_a_compiler(bench, tmp_path, monkeypa
     assert row["case"]["topology"] == "1:h200"
 
 
+def test_rows_that_are_not_asked_for_stay(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxfound.resources.platform.source_commit", lambda: "")
+    out = tmp_path / "ledger.json"
+    before = json.loads(RECORD.read_text("utf-8"))
+    out.write_text(json.dumps(before))
+    asked = ("--recorded", RECORD, "--cases", CASE, "--out", out)
+    assert bench(*asked, "--commit", "1234567")[2] == 0
+    after = json.loads(out.read_text("utf-8"))
+    assert [row["name"] for row in after["rows"]] == [row["name"] for row in before["rows"]]
+    for row, old in zip(after["rows"], before["rows"], strict=True):
+        made = "1234567" if row["name"] == CASE else old.get("commit", before["commit"])
+        assert row == {**old, "commit": made}
+    out.write_text(json.dumps({**before, "jaxlib": "0.1"}))
+    _, err, code = bench(*asked)
+    assert code == 2
+    assert "more rows, of jaxlib 0.1" in err
+    assert json.loads(out.read_text("utf-8"))["jaxlib"] == "0.1"
+
+
 def test_a_ledger_that_is_off_by_too_much_ends_with_one(bench, tmp_path):
     record = json.loads(RECORD.read_text("utf-8"))
     (row,) = [row for row in record["rows"] if row["name"] == CASE]
