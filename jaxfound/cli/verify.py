@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jaxfound.training.verify import Finding
 
 MESH_HELP = "Degrees in place of the config's, e.g. fsdp=2,expert=2,tensor=2."
+HERE_HELP = "On the devices of this machine, e.g. its GPUs, in place of virtual CPU devices."
+WHOLE_HELP = "CONFIG's own sizes and formats in place of a small model in float32."
 LATTICE_HELP = "Check every layout of up to eight devices instead: slice I of N, 1/1 for all."
 # Up to so many virtual devices a layout is tried as it is; above, axes keep their smallest factor.
 MOST_DEVICES = 16
@@ -27,6 +29,8 @@ def verify_command(
     config: ConfigPath,
     overrides: Overrides = None,
     mesh: Annotated[str | None, typer.Option(help=MESH_HELP, metavar="AXIS=N,...")] = None,
+    here: Annotated[bool, typer.Option("--here", help=HERE_HELP)] = False,
+    whole: Annotated[bool, typer.Option("--whole", help=WHOLE_HELP)] = False,
     lattice: Annotated[str | None, typer.Option(help=LATTICE_HELP, metavar="I/N")] = None,
     out: Annotated[
         Path, typer.Option(help="With --lattice: file that its results are added to.")
@@ -35,6 +39,7 @@ def verify_command(
     """Check a layout against one device, on virtual CPU devices and a small model.
 
     The model keeps its structure and gets small sizes. Exits with 1 when something does not hold.
+    On a machine with several GPUs `--here --whole` checks the run itself, on them.
     """
     from jaxfound.config.load import load
     from jaxfound.training.shrink import small_degrees
@@ -45,7 +50,7 @@ def verify_command(
             raise typer.Exit(1)
         return
     asked = degrees_of(cfg) if mesh is None else parsed(mesh)
-    degrees = small_degrees(asked, most=MOST_DEVICES)
+    degrees = asked if here else small_degrees(asked, most=MOST_DEVICES)
     console = open_console()
     if degrees != asked:
         console.print(
@@ -55,7 +60,7 @@ def verify_command(
         )
     order = f", {cfg.parallel.schedule}" if degrees["pipeline"] > 1 else ""
     console.print(f"{degrees_text(degrees)}{order} against one device", markup=False)
-    if not report(cfg, degrees):
+    if not report(cfg, degrees, here=here, whole=whole):
         raise typer.Exit(1)
 
 
@@ -79,14 +84,39 @@ def verify_stack_command(
         raise typer.Exit(1)
 
 
-def report(cfg: "RunConfig", degrees: "dict[AxisName, int]") -> bool:
+def report(
+    cfg: "RunConfig", degrees: "dict[AxisName, int]", *, here: bool = False, whole: bool = False
+) -> bool:
     """Print each finding when it is known; return whether all hold."""
     from jaxfound.resources.platform import use_virtual_cpus
     from jaxfound.training.verify import verify
 
-    use_virtual_cpus(math.prod(degrees.values()), alone=True)
-    found = print_findings(verify(cfg, degrees))
+    num_devices = math.prod(degrees.values())
+    if here:
+        check_devices(num_devices)
+    else:
+        use_virtual_cpus(num_devices, alone=True)
+    found = print_findings(verify(cfg, degrees, whole=whole))
     return all(finding.holds for finding in found)
+
+
+def check_devices(num_wanted: int) -> None:
+    """Say on what devices a layout is tried.
+
+    Raises:
+        typer.BadParameter: there are too few of them.
+    """
+    import jax
+
+    devices = jax.devices()
+    if len(devices) < num_wanted:
+        raise typer.BadParameter(
+            f"the mesh has {num_wanted} devices, and here are {len(devices)} x "
+            f"{devices[0].device_kind}. Ask for fewer with --mesh, or leave --here out to use "
+            "virtual CPU devices",
+            param_hint="--here",
+        )
+    open_console().print(f"on {num_wanted} x {devices[0].device_kind}", markup=False)
 
 
 def report_lattice(cfg: "RunConfig", *, part: tuple[int, int], out: Path) -> bool:

@@ -1,7 +1,7 @@
 """The one place that makes a device mesh."""
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -35,6 +35,39 @@ def build_mesh(plan: ParallelPlan, *, devices: Sequence[Device] | None = None) -
     grid = walked.transpose([order.index(a) for a in AXES])
     # Auto: the partitioner places collectives; Explicit would ask every matmul for its output's.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+# XLA's compiler for CPUs aborts the process where shards add up bfloat16: a pass that would add in
+# float32 cannot read an addition as JAX writes it there. Without the pass they are added as they
+# are, which is what GPUs do.
+PASSES_FLAG, PROMOTION = "xla_disable_hlo_passes", "all-reduce-promotion"
+
+
+def program_options(mesh: Mesh | None) -> dict[str, str | int | bool]:
+    """Return the compiler's options of every program on a mesh."""
+    if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
+        return {}
+    return {PASSES_FLAG: PROMOTION}
+
+
+def jit_on_mesh[**P, R](
+    fn: Callable[P, R],
+    mesh: Mesh,
+    *,
+    compiler_options: Mapping[str, str | int | bool] | None = None,
+    **options: Any,
+) -> "OnMesh[P, R]":
+    """Return `jax.jit` of a function, with its mesh set and the options of programs there.
+
+    Args:
+        fn: what is compiled.
+        mesh: of its devices.
+        compiler_options: further ones, by flag.
+        options: of `jax.jit`.
+    """
+    merged = {**program_options(mesh), **(compiler_options or {})}
+    jitted = jax.jit(fn, compiler_options=merged or None, **options)
+    return OnMesh(cast(Callable[P, R], jitted), mesh)
 
 
 class OnMesh[**P, R]:

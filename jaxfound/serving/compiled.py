@@ -20,6 +20,7 @@ from jaxfound.config.model import ModelConfig
 from jaxfound.models.build import Arrays
 from jaxfound.models.pages import Pages, empty_pages, page_specs
 from jaxfound.parallelism.axes import ShardingRules
+from jaxfound.parallelism.mesh import program_options
 from jaxfound.resources.topology import Device
 from jaxfound.serving.program_sizes import ProgramSizes
 from jaxfound.serving.programs import DRAW_COLUMNS, PLAN_COLUMNS, ModelPrograms, Rows, put
@@ -163,8 +164,9 @@ def compile_programs(
     # The compiler works outside of Python's lock, on as many cores as there are.
     is_leaf = lambda x: isinstance(x, jax.stages.Lowered)
     leaves, tree = jax.tree.flatten(lowered, is_leaf=is_leaf)
+    options = program_options(place.mesh)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        compiled = list(pool.map(lambda each: each.compile(), leaves))
+        compiled = list(pool.map(lambda each: each.compile(options), leaves))
     return Programs(**jax.tree.unflatten(tree, compiled))
 
 

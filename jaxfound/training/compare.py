@@ -27,7 +27,7 @@ from jaxfound.parallelism import build_mesh, make_plan
 from jaxfound.parallelism.axes import BATCH_AXES
 from jaxfound.parallelism.context import context_degree, in_order
 from jaxfound.parallelism.legal import resolve_degrees
-from jaxfound.parallelism.mesh import OnMesh
+from jaxfound.parallelism.mesh import jit_on_mesh
 from jaxfound.parallelism.stream import from_stream
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
@@ -164,7 +164,7 @@ def make_judge(frames: tuple[Frame, ...], *, chunk: int, mesh: Mesh) -> Judge:
             return in_chunks(read, batch.targets, *states, size=chunk)
 
     # Whole on every process, as only a few numbers a token are.
-    return OnMesh(jax.jit(judge, out_shardings=NamedSharding(mesh, PartitionSpec())), mesh)
+    return jit_on_mesh(judge, mesh, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def at(values: Float[Array, "B T V"], ids: Int[Array, "B T"]) -> Float[Array, "B T"]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxfound.config.parallel import AXES
+from jaxfound.parallelism.mesh import PASSES_FLAG, PROMOTION
 from jaxfound.parallelism.plan import ParallelPlan
 from pallas_kernels import hardware
 
@@ -28,7 +29,7 @@ class Flag(NamedTuple):
     """
 
     name: str
-    value: Callable[[ParallelPlan, hardware.Hardware], int | bool | None]
+    value: Callable[[ParallelPlan, hardware.Hardware], str | int | bool | None]
     reason: str
 
 
@@ -64,6 +65,12 @@ def triton_products_for(plan: ParallelPlan, row: hardware.Hardware) -> bool | No
     return False if plan.num_devices == 1 else None
 
 
+def promotion_for(plan: ParallelPlan, row: hardware.Hardware) -> str | None:
+    """Return the pass that several devices of a CPU leave out."""
+    del row
+    return PROMOTION if plan.num_devices > 1 else None
+
+
 FLAGS: Mapping[hardware.Platform, tuple[Flag, ...]] = {
     "cuda": (
         Flag(
@@ -87,11 +94,18 @@ FLAGS: Mapping[hardware.Platform, tuple[Flag, ...]] = {
     ),
     "rocm": (),
     "tpu": (),
-    "cpu": (),
+    "cpu": (
+        Flag(
+            PASSES_FLAG,
+            promotion_for,
+            "the compiler aborts the process where shards add up bfloat16; evaluation and the "
+            "server's programs have it too (`parallelism.mesh.program_options`)",
+        ),
+    ),
 }
 
 
-def options_for(plan: ParallelPlan, device_kind: str) -> dict[str, int | bool]:
+def options_for(plan: ParallelPlan, device_kind: str) -> dict[str, str | int | bool]:
     """Return the compiler's options of a plan's step on devices of a kind, by flag.
 
     What XLA_FLAGS says of a flag stands: an option would come before it.

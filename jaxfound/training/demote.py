@@ -27,7 +27,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models import describe
 from jaxfound.models.build import Arrays, Frame
-from jaxfound.parallelism.mesh import OnMesh
+from jaxfound.parallelism.mesh import jit_on_mesh
 from jaxfound.training.batches import to_devices
 from jaxfound.training.loop import Demote, Parts
 from jaxfound.training.objective import objective_of, terms_of, token_counts
@@ -168,7 +168,7 @@ def make_is_finite(
 
             return jnp.isfinite(jax.lax.map(one, cut)).all()
 
-    compiled = OnMesh(jax.jit(test, out_shardings=everywhere), mesh)
+    compiled = jit_on_mesh(test, mesh, out_shardings=everywhere)
 
     def is_finite(layers: frozenset[Layer]) -> bool:
         choice = {

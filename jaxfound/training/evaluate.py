@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame
-from jaxfound.parallelism.mesh import OnMesh
+from jaxfound.parallelism.mesh import jit_on_mesh
 from jaxfound.training.batches import arranged_for_context, to_devices
 from jaxfound.training.loss import cross_entropy
 from jaxfound.training.pipelined import pipelined_nats
@@ -37,7 +37,6 @@ type Evaluate = Callable[[TrainState, Iterable[Batch]], EvalResult]
 def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
     """Return the evaluation of a state over held-out batches; one program for all of them."""
 
-    @jax.jit
     def sums(params: dict, buffers: dict, batch: Batch) -> EvalSums:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             pipelining, counted = frame.execution.pipelining, batch.loss_mask.sum()
@@ -59,7 +58,7 @@ def make_evaluate(cfg: RunConfig, frame: Frame, *, mesh: Mesh) -> Evaluate:
             )
             return EvalSums(found.nats, counted)
 
-    placed, run = batch_sharding(frame, mesh), OnMesh(sums, mesh)
+    placed, run = batch_sharding(frame, mesh), jit_on_mesh(sums, mesh)
 
     def evaluate(state: TrainState, batches: Iterable[Batch]) -> EvalResult:
         nats, num_targets = 0.0, 0

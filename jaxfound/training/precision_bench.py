@@ -20,7 +20,7 @@ from jaxfound.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxfound.models import describe, execution_of
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import build_mesh, make_plan
-from jaxfound.parallelism.mesh import OnMesh
+from jaxfound.parallelism.mesh import jit_on_mesh
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device
 from jaxfound.training.batches import local_rows, to_devices
@@ -179,8 +179,7 @@ def make_counts(
 
     shapes = [(path, channels_of(bench, path)) for path in paths]
     placed = NamedSharding(bench.mesh, PartitionSpec())
-    jitted = jax.jit(count, out_shardings=placed, compiler_options=SOON_COMPILED)
-    return OnMesh(jitted, bench.mesh)
+    return jit_on_mesh(count, bench.mesh, out_shardings=placed, compiler_options=SOON_COMPILED)
 
 
 def channels_of(bench: Bench, path: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -210,9 +209,10 @@ def weight_sums(bench: Bench) -> dict[str, Sums]:
     split = inputs_of(bench)
     kernels = {path: bench.arrays.params[f"{path}.kernel"] for path, _ in bench.linears}
     placed = NamedSharding(bench.mesh, PartitionSpec())
-    every = jax.jit(
+    every = jit_on_mesh(
         lambda given: {path: of_kernel(k, num_inputs=split[path]) for path, k in given.items()},
+        bench.mesh,
         out_shardings=placed,
         compiler_options=SOON_COMPILED,
     )
-    return jax.device_get(OnMesh(every, bench.mesh)(kernels))
+    return jax.device_get(every(kernels))

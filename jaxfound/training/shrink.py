@@ -68,6 +68,15 @@ def shrunk(cfg: RunConfig, degrees: Degrees) -> RunConfig:
     return RunConfig.model_validate(values, strict=False)
 
 
+def as_it_is(cfg: RunConfig, degrees: Degrees) -> RunConfig:
+    """Return `cfg` on a mesh of these degrees, with its own sizes and formats."""
+    zero, _ = choose_zero_stage(cfg.parallel, degrees)
+    values = cfg.model_dump()
+    values["parallel"] |= {**degrees, "zero_stage": zero}
+    values["train"] |= {"init_from": ""}
+    return RunConfig.model_validate(values, strict=False)
+
+
 def num_stages(parallel: ParallelConfig, num_ranks: int) -> int:
     """Return the stages that the layers are cut into on so many ranks."""
     if num_ranks == 1:

@@ -14,7 +14,7 @@ from jaxfound.data.batch import Batch
 from jaxfound.models.build import Frame, in_main_stack
 from jaxfound.models.layers.router import updated_bias
 from jaxfound.models.quantized_once import quantized_once, with_quantized
-from jaxfound.parallelism.mesh import OnMesh
+from jaxfound.parallelism.mesh import OnMesh, jit_on_mesh
 from jaxfound.training.objective import (
     Terms,
     TokenCounts,
@@ -69,7 +69,7 @@ def make_train_step(
     *,
     schedule: Schedule,
     mesh: Mesh,
-    options: Mapping[str, int | bool] | None = None,
+    options: Mapping[str, str | int | bool] | None = None,
 ) -> OnMesh[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted step; it consumes the state it is given (its buffers are donated).
 
@@ -97,13 +97,13 @@ def make_train_step(
             # The step always counts: the batch was seen, and the data must move on.
             return kept._replace(step=state.step + 1), metrics
 
-    jitted = jax.jit(
+    return jit_on_mesh(
         step,
+        mesh,
+        compiler_options=options,
         donate_argnums=0,
-        compiler_options=dict(options) if options else None,
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
     )
-    return OnMesh(jitted, mesh)
 
 
 def gradients(

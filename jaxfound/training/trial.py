@@ -21,12 +21,12 @@ from jaxfound.data.batch import Batch
 from jaxfound.models import describe
 from jaxfound.models.build import Arrays, Frame
 from jaxfound.parallelism import ParallelPlan, build_mesh, make_plan
-from jaxfound.parallelism.mesh import OnMesh
+from jaxfound.parallelism.mesh import jit_on_mesh
 from jaxfound.resources.topology import Device
 from jaxfound.training.batches import execution_for
 from jaxfound.training.objective import Terms, token_counts
 from jaxfound.training.optimizer import make_optimizer, optimizer_slots
-from jaxfound.training.shrink import Degrees, shrunk
+from jaxfound.training.shrink import Degrees, as_it_is, shrunk
 from jaxfound.training.state import TrainState, state_shardings
 from jaxfound.training.step import (
     batch_sharding,
@@ -38,8 +38,8 @@ from jaxfound.training.step import (
 
 # XLA says so on stderr when it found no way from one placement to another but through one device.
 REMATERIALIZED = "Involuntary full rematerialization"
-# Half the compile time; which collectives there are stays.
-FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+# Half the compile time on a CPU; which collectives there are stays.
+FAST_TO_COMPILE = {"cpu": {"xla_backend_optimization_level": 0}}
 
 # Keys of a config's `parallel` section: degrees of axes, and the other choices there.
 type Parallel = Mapping[str, int | str]
@@ -75,24 +75,33 @@ class Outcome:
 
 
 class Trial:
-    """A small model with weights and a batch, ready to run in any layout of its run."""
+    """A model with weights and a batch, ready to run in any layout of its run."""
 
-    def __init__(self, cfg: RunConfig, degrees: Degrees, *, main_layers: int | None = None) -> None:
-        """Make a run's model small.
+    def __init__(
+        self,
+        cfg: RunConfig,
+        degrees: Degrees,
+        *,
+        main_layers: int | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Make a run's model small, or take it as it is.
 
         Args:
             cfg: the run.
             degrees: of the axes whose sizes are to divide as the model's do.
             main_layers: layers of the main stack, in place of as few as those degrees allow.
+            whole: leave sizes and formats as they are, with weights as training begins.
         """
-        self.cfg = shrunk(cfg, degrees)
+        self.cfg = as_it_is(cfg, degrees) if whole else shrunk(cfg, degrees)
         if main_layers is not None:
             num_layers = main_layers + self.cfg.model.num_leading_layers
             changed = self.cfg.model.model_copy(update={"num_layers": num_layers})
             self.cfg = self.cfg.model_copy(update={"model": changed})
         self.table = describe(self.cfg.model)
         self.batch = documents(self.cfg)
-        self.arrays = weights_of(Frame(self.cfg.model))
+        frame = Frame(self.cfg.model)
+        self.arrays = fresh_weights(frame) if whole else weights_of(frame)
 
     def place(self, parallel: Parallel, devices: Sequence[Device]) -> "Placed":
         """Return the model and its state in a layout.
@@ -134,8 +143,8 @@ class Trial:
                 return terms.nats / counts.targets, natural(grads), natural(terms.expert_counts)
 
         with stderr_of_compiler() as said:
-            lowered = OnMesh(jax.jit(step), placed.mesh).lower(placed.state, placed.batch)
-            compiled = lowered.compile(FAST_TO_COMPILE)
+            lowered = jit_on_mesh(step, placed.mesh).lower(placed.state, placed.batch)
+            compiled = lowered.compile(FAST_TO_COMPILE.get(placed.platform))
         found = compiled(placed.state, placed.batch)
         loss, grads, expert_counts = jax.tree.map(np.asarray, found)
         sizes: dict[str, int] = dict(zip(AXES, placed.plan.degrees, strict=True))
@@ -185,8 +194,8 @@ class Trial:
                 )
                 return placed.frame.natural(new.params) if natural else new.params
 
-        lowered = OnMesh(jax.jit(step), placed.mesh).lower(placed.state, grads)
-        compiled = lowered.compile(FAST_TO_COMPILE)
+        lowered = jit_on_mesh(step, placed.mesh).lower(placed.state, grads)
+        compiled = lowered.compile(FAST_TO_COMPILE.get(placed.platform))
         return jax.tree.map(np.asarray, compiled(placed.state, grads))
 
 
@@ -204,6 +213,11 @@ class Placed(NamedTuple):
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh that the state lies on."""
         return jax.tree.leaves(self.state.params)[0].sharding.mesh
+
+    @property
+    def platform(self) -> str:
+        """What the devices of the mesh are."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def state_bytes(self) -> int:
@@ -245,6 +259,11 @@ def weights_of(frame: Frame) -> Arrays:
         return rng.normal(middle, 0.2, shape.shape).astype(shape.dtype)
 
     return Arrays(*({path: draw(path, s) for path, s in g.items()} for g in frame.shapes()))
+
+
+def fresh_weights(frame: Frame) -> Arrays:
+    """Return weights as training begins, on the host."""
+    return jax.tree.map(np.asarray, jax.jit(frame.fresh, static_argnums=0)(0))
 
 
 @contextmanager

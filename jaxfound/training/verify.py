@@ -24,8 +24,27 @@ from jaxfound.training.shrink import Degrees
 from jaxfound.training.trial import Outcome, Parallel, Trial, degree_of
 from pallas_kernels import deviceless
 
+
+class Limits(NamedTuple):
+    """How far a layout may be from one device.
+
+    Attributes:
+        sums: of loss and gradient norm, as shares.
+        gradient: ‖a − b‖₂ / ‖b‖₂ of each.
+        moved: share of choices that may go to another expert.
+    """
+
+    sums: float
+    gradient: float
+    moved: float = 0.0
+
+
 # float32 sums in another order: 2^-24 a rounding, some thousand of them in a row.
-GRADIENT_LIMIT = 1e-5
+EXACT = Limits(1e-5, 1e-5)
+# Operands of 8 bits of a fraction or fewer: sums in another order move a choice of the router here
+# and there, and an expert's gradients with it. By 6 % where 0.3 % of the choices moved, in
+# configs/tiny-mla-moe.yaml in bfloat16 cut over tensor, or context, on a CPU.
+ROUNDED = Limits(1e-3, 0.1, 0.01)
 # From identical gradients only the optimizer's own arithmetic is left.
 UPDATE_LIMIT = 1e-6
 
@@ -48,8 +67,19 @@ class Finding(NamedTuple):
     detail: str
 
 
+def limits_of(cfg: RunConfig) -> Limits:
+    """Return the limits of a run's formats."""
+    precision = cfg.precision
+    is_exact = precision.compute == "float32" and not precision.rules
+    return EXACT if is_exact else ROUNDED
+
+
 def verify(
-    cfg: RunConfig, degrees: Degrees, *, devices: Sequence[Device] | None = None
+    cfg: RunConfig,
+    degrees: Degrees,
+    *,
+    devices: Sequence[Device] | None = None,
+    whole: bool = False,
 ) -> Iterator[Finding]:
     """Yield what holds of a layout, each finding when it is known.
 
@@ -61,14 +91,15 @@ def verify(
         cfg: the run; its model is made small.
         degrees: of all six axes.
         devices: as many as the degrees multiply to, or more; all there are by default.
+        whole: take the run's own sizes and formats instead; one device must hold it too.
     Raises:
         PlanError: if the layout is not legal for the small model either.
     """
     devices = jax.devices() if devices is None else devices
-    trial = Trial(cfg, degrees)
+    trial = Trial(cfg, degrees, whole=whole)
     yield from findings(trial, {**degrees}, devices, one=trial.run({}, devices))
     axes = scattering(trial.cfg, degrees)
-    if axes and deviceless.missing() is None:
+    if axes and devices[0].platform == "cpu" and not whole and deviceless.missing() is None:
         yield from scatters_on_gpu(trial, axes)
 
 
@@ -103,8 +134,9 @@ def findings(
 ) -> Iterator[Finding]:
     """Yield what holds of a layout of a trial, given what one device computed."""
     many = trial.run(parallel, devices)
-    differing = differing_leaves(many.grads, one.grads)
-    yield from equality(many, one, differing)
+    limits = limits_of(trial.cfg)
+    differing = differing_leaves(many.grads, one.grads, limits=limits)
+    yield from equality(many, one, differing, limits=limits)
     if differing:
         yield from blame(trial, parallel, devices, one=one)
     yield updates(trial, parallel, devices, one=one)
@@ -126,13 +158,15 @@ def findings(
     yield Finding("no involuntary rematerialization", not many.warnings, detail)
 
 
-def equality(many: Outcome, one: Outcome, differing: Sequence[str]) -> Iterator[Finding]:
+def equality(
+    many: Outcome, one: Outcome, differing: Sequence[str], *, limits: Limits
+) -> Iterator[Finding]:
     """Yield whether loss, norm, gradients and routing are those of one device."""
     for name in ("loss", "norm"):
         a, b = getattr(many, name), getattr(one, name)
         error = abs(a - b) / max(abs(b), 1e-30)
         what = "loss" if name == "loss" else "gradient norm"
-        yield Finding(what, error <= GRADIENT_LIMIT, f"{a:.6f} and {b:.6f}")
+        yield Finding(what, error <= limits.sums, f"{a:.6f} and {b:.6f}")
     errors = {path: relative_error(g, one.grads[path]) for path, g in many.grads.items()}
     path, worst = worst_of(errors)
     detail = f"worst of {len(errors)}: {path} {worst:.1e}"
@@ -140,11 +174,9 @@ def equality(many: Outcome, one: Outcome, differing: Sequence[str]) -> Iterator[
         detail = f"first of {len(differing)} that differ: {differing[0]} {errors[differing[0]]:.1e}"
     yield Finding("every gradient", not differing, detail)
     if one.expert_counts:
-        same = all(
-            np.array_equal(counts, one.expert_counts[path])
-            for path, counts in many.expert_counts.items()
-        )
-        yield Finding("tokens of every expert", same, "equal" if same else "they differ")
+        moved = max(moved_share(c, one.expert_counts[p]) for p, c in many.expert_counts.items())
+        said = f"{moved:.2%} went elsewhere" if moved else "equal"
+        yield Finding("tokens of every expert", moved <= limits.moved, said)
 
 
 def updates(
@@ -169,18 +201,23 @@ def blame(
     for axis in split if len(split) > 1 else ():
         others: Parallel = {key: n for key, n in parallel.items() if key not in split}
         alone = trial.run({**others, axis: parallel[axis]}, devices)
-        wrong = differing_leaves(alone.grads, one.grads)
+        wrong = differing_leaves(alone.grads, one.grads, limits=limits_of(trial.cfg))
         detail = f"differs: {wrong[0]}" if wrong else "equal to one device"
         yield Finding(f"{axis}={parallel[axis]} alone", not wrong, detail)
 
 
-def differing_leaves(grads: Leaves, expected: Leaves) -> list[str]:
+def differing_leaves(grads: Leaves, expected: Leaves, *, limits: Limits = EXACT) -> list[str]:
     """Return the paths of the gradients that are not the expected ones; NaN never is."""
     return [
         path
         for path, grad in grads.items()
-        if not relative_error(grad, expected[path]) <= GRADIENT_LIMIT
+        if not relative_error(grad, expected[path]) <= limits.gradient
     ]
+
+
+def moved_share(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Return the share of choices that went to another expert than expected."""
+    return float(np.abs(counts - expected).sum() / 2 / max(expected.sum(), 1))
 
 
 # Collectives without which an axis splits nothing: one of each group must cross it.

@@ -20,7 +20,7 @@ from jaxfound.config.parallel import AXES
 from jaxfound.resources.platform import driver_version
 from jaxfound.resources.topology import Device
 from jaxfound.training.trial import Trial
-from jaxfound.training.verify import GRADIENT_LIMIT, Finding, relative_error, worst_of
+from jaxfound.training.verify import EXACT, Finding, relative_error, worst_of
 from pallas_kernels.accuracy import TOLERANCES, TolerantOp, difference
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention import reference as attention_reference
@@ -123,7 +123,7 @@ def scans(devices: Sequence[Device]) -> Iterator[Finding]:
         errors = {path: relative_error(g, unrolled[path]) for path, g in scanned.items()}
         path, worst = worst_of(errors)
         question = f"gradients of a scan over layers are the loop's, {name} made small"
-        yield Finding(question, worst <= GRADIENT_LIMIT, f"{path} {worst:.1e}")
+        yield Finding(question, worst <= EXACT.gradient, f"{path} {worst:.1e}")
 
 
 def scatters(devices: Sequence[Device]) -> Iterator[Finding]:

@@ -14,11 +14,16 @@ from jaxfound.parallelism.axes import ShardingRules
 from jaxfound.training.shrink import shrunk, small_degrees, smaller
 from jaxfound.training.trial import Trial
 from jaxfound.training.verify import (
+    EXACT,
+    ROUNDED,
     axis_is_real,
     differing_leaves,
+    limits_of,
+    moved_share,
     relative_error,
     scattering,
     scatters_on_gpu,
+    verify,
 )
 from pallas_kernels import deviceless
 
@@ -67,6 +72,33 @@ def test_a_cluster_too_large_for_a_laptop_keeps_its_axes():
     asked = degrees(data=3, fsdp=8, tensor=8)
     assert small_degrees(asked, most=16) == degrees(data=3, fsdp=2, tensor=2)
     assert small_degrees(degrees(fsdp=4, tensor=4), most=16) == degrees(fsdp=4, tensor=4)
+
+
+@pytest.mark.multidevice
+def test_a_run_as_it_is_holds_in_bfloat16():
+    """Its own sizes and formats; XLA's compiler for CPUs added up bfloat16 in shards, and lived."""
+    changes = ["model.num_layers=2", "train.seq_len=32", "train.batch_size=4"]
+    cfg = load(CONFIGS / "tiny-mla-moe.yaml", [*changes, "precision.compute=bfloat16"])
+    found = list(verify(cfg, degrees(fsdp=2, expert=2), whole=True))
+    assert [one.question for one in found if not one.holds] == []
+    by_name = {one.question: one.detail for one in found}
+    assert {"loss", "every gradient", "tokens of every expert", "state of a device"} < set(by_name)
+    # Of bfloat16's own rounding, and none of float32's.
+    assert 1e-4 < float(by_name["every gradient"].split()[-1]) < 0.1
+
+
+def test_limits_are_those_of_a_run_s_formats():
+    float32 = load(CONFIGS / "tiny-dense.yaml", ["precision.compute=float32"])
+    assert limits_of(float32) == EXACT
+    assert limits_of(load(CONFIGS / "tiny-dense.yaml", ["precision.compute=bfloat16"])) == ROUNDED
+    rules = ['precision.rules=[{pattern: "layers.*", format: fp8}]']
+    in_fp8 = load(CONFIGS / "tiny-dense.yaml", ["precision.compute=float32", *rules])
+    assert limits_of(in_fp8) == ROUNDED
+
+
+def test_choices_that_moved_are_counted_once():
+    assert moved_share(np.array([3, 1, 4]), np.array([4, 0, 4])) == 1 / 8
+    assert moved_share(np.zeros(2), np.zeros(2)) == 0
 
 
 def test_zeros_and_nan_are_compared_exactly():

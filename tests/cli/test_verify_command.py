@@ -1,0 +1,20 @@
+"""`jaxfound verify` on devices that are here: too few are told with their number and kind."""
+
+import jax
+import pytest
+
+from jaxfound.cli.main import main
+
+CONFIG = "configs/tiny-dense.yaml"
+
+
+def test_a_mesh_that_is_larger_than_what_is_here_is_refused_before_anything_runs(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
+    with pytest.raises(SystemExit) as left:
+        main(["verify", CONFIG, "--mesh", "fsdp=64,tensor=2", "--here"])
+    assert left.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the mesh has 128 devices, and here are {jax.device_count()} x cpu" in said
+    assert "leave --here out" in said
