@@ -106,17 +106,16 @@ def check_devices(num_wanted: int) -> None:
     Raises:
         typer.BadParameter: there are too few of them.
     """
-    import jax
+    from jaxfound.resources.platform import devices_here
 
-    devices = jax.devices()
-    if len(devices) < num_wanted:
+    num_here, kind = devices_here()
+    if num_here < num_wanted:
         raise typer.BadParameter(
-            f"the mesh has {num_wanted} devices, and here are {len(devices)} x "
-            f"{devices[0].device_kind}. Ask for fewer with --mesh, or leave --here out to use "
-            "virtual CPU devices",
+            f"the mesh has {num_wanted} devices, and here are {num_here} x {kind}. Ask for fewer "
+            "with --mesh, or leave --here out to use virtual CPU devices",
             param_hint="--here",
         )
-    open_console().print(f"on {num_wanted} x {devices[0].device_kind}", markup=False)
+    open_console().print(f"on {num_wanted} x {kind}", markup=False)
 
 
 def report_lattice(cfg: "RunConfig", *, part: tuple[int, int], out: Path) -> bool:

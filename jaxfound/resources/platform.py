@@ -73,6 +73,14 @@ def use_virtual_cpus(num_devices: int, *, alone: bool = False) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
+def devices_here() -> tuple[int, str]:
+    """Return how many devices JAX has here, and the kind of the first."""
+    import jax
+
+    devices = jax.devices()
+    return len(devices), devices[0].device_kind
+
+
 def leave_a_core() -> None:
     """Let the CPU backend compute on all cores but one; call it before any backend starts.
 
