@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -38,7 +36,11 @@ from tests.pallas_kernels.operands import (
     varied,
     widened_operands,
 )
-from tests.pallas_kernels.triton_interpreter import complete_interpreter, interpreted_call
+from tests.pallas_kernels.triton_interpreter import (
+    complete_interpreter,
+    interpreted_call,
+    written_by,
+)
 from tests.pallas_kernels.triton_machine_code import assemble, calls_of
 
 MISSING = triton.missing()
@@ -174,13 +176,7 @@ def write_interpreted():
 
 @pytest.fixture(scope="module")
 def interpreted():
-    code = "from tests.pallas_kernels import test_jax_triton as t; t.write_interpreted()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr
-    return {name: Difference(*row) for name, row in json.loads(child.stdout).items()}
+    return {name: Difference(*row) for name, row in written_by("test_jax_triton").items()}
 
 
 @needs_triton

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import types
 from functools import partial
@@ -27,7 +25,11 @@ from tests.pallas_kernels.operands import (
     tiles_by_numpy,
     varied,
 )
-from tests.pallas_kernels.triton_interpreter import complete_interpreter, interpreted_call
+from tests.pallas_kernels.triton_interpreter import (
+    complete_interpreter,
+    interpreted_call,
+    written_by,
+)
 from tests.pallas_kernels.triton_machine_code import assemble, calls_of
 
 MISSING = triton.missing()
@@ -82,13 +84,7 @@ def compare_quantized(rows, columns, dtype):
 
 @pytest.fixture(scope="module")
 def interpreted():
-    code = "from tests.pallas_kernels import test_rounding_triton as t; t.write_interpreted()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+    return written_by("test_rounding_triton")
 
 
 @needs_triton

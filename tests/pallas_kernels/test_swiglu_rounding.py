@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import types
 
@@ -19,7 +17,11 @@ from pallas_kernels.quantize import quantize, serves_swiglu, swiglu_both, swiglu
 from pallas_kernels.quantize.reference import swiglu, swiglu_gradients
 from tests.pallas_kernels.operands import dequantized, varied
 from tests.pallas_kernels.test_fp8_on_gpu import poison_memory
-from tests.pallas_kernels.triton_interpreter import complete_interpreter, interpreted_call
+from tests.pallas_kernels.triton_interpreter import (
+    complete_interpreter,
+    interpreted_call,
+    written_by,
+)
 from tests.pallas_kernels.triton_machine_code import assemble, calls_of
 
 MISSING = triton.missing()
@@ -87,13 +89,7 @@ def write_interpreted():
 @needs_triton
 @pytest.mark.slow
 def test_what_the_sources_make_is_the_nearest_in_8_bits():
-    code = "from tests.pallas_kernels import test_swiglu_rounding as t; t.write_interpreted()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr
-    assert max(json.loads(child.stdout)) < NEAREST
+    assert max(written_by("test_swiglu_rounding")) < NEAREST
 
 
 @needs_triton

@@ -4,9 +4,28 @@ It runs the kernels' source with numpy. It has no product of bfloat16 and trunca
 rounds; what stands here supplies both.
 """
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import ml_dtypes
 import numpy as np
+
+
+def written_by(module):
+    """What `write_interpreted` of a module of this package prints, run in a process of its own.
+
+    Triton reads once whether it interprets.
+    """
+    code = f"from tests.pallas_kernels import {module} as t; t.write_interpreted()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
 
 
 class HostTensor:
