@@ -75,7 +75,7 @@ def memory_of_gradients(layers_of_a_stage):
             counts = token_counts(batch, num_depths=0)
             return gradients(state, batch, frame=frame, cfg=cfg, counts=counts)
 
-    compiled = jax.jit(step).lower(state, batch).compile(FAST_TO_COMPILE)
+    compiled = jax.jit(step).lower(state, batch).compile(FAST_TO_COMPILE["cpu"])
     layers = sum(4 * s.size for s in table if s.path.startswith("layers."))
     return memory_of(compiled).temporaries, layers // model.num_layers
 
