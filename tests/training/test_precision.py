@@ -14,6 +14,8 @@ from jaxfound.training.precision import examine
 from jaxfound.training.precision_bench import prepared
 from jaxfound.training.run import run_directory
 from pallas_kernels.formats import ACTIVATION, WEIGHT
+from tests.models.tiny import weights_of
+from tests.training.tiny import MOE, tiny
 from tests.training.written import config, save_run, weights, write_texts, written_by
 
 
@@ -30,25 +32,36 @@ def written(tmp_path_factory):
     return cfg
 
 
+def tried_and_ran(cfg, *rules):
+    """The loss of each piece in a trial, in a run with these rules, and in a trial of none."""
+    there = run_directory(cfg)
+    bench, _ = prepared(cfg, there, step=None, min_tokens=None, devices=jax.devices()[:1])
+    policy = PrecisionConfig(
+        compute="float32",
+        rules=tuple(PrecisionRule(pattern=pattern, format="fp8") for pattern in rules),
+    )
+    tried = bench.nats(bench.choice(lambda path, n: policy.format_of(path, n) == "fp8"))
+    frame = Frame(cfg.model, execution=Execution(precision=policy))
+    judge = make_judge((frame,), chunk=cfg.train.loss_chunk, mesh=bench.mesh)
+    ran = measure(judge, (bench.arrays,), bench.rows, size=bench.size, sharding=bench.sharding)
+    return tried, ran.nats[0], bench.nats(bench.choice(lambda path, n: False))
+
+
 def test_a_trial_gives_the_loss_that_the_rules_give(written):
     """Which products are in fp8 is an argument of the trial, and a constant of the run."""
-    bench, _ = prepared(
-        written, run_directory(written), step=None, min_tokens=None, devices=jax.devices()[:1]
-    )
-    rules = PrecisionConfig(
-        compute="float32",
-        rules=(
-            PrecisionRule(pattern="layers.1-2.mixer.*", format="fp8"),
-            PrecisionRule(pattern="layers.0.ffn.down", format="fp8"),
-        ),
-    )
-    tried = bench.nats(bench.choice(lambda path, n: rules.format_of(path, n) == "fp8"))
-    frame = Frame(written.model, execution=Execution(precision=rules))
-    judge = make_judge((frame,), chunk=written.train.loss_chunk, mesh=bench.mesh)
-    ran = measure(judge, (bench.arrays,), bench.rows, size=bench.size, sharding=bench.sharding)
-    np.testing.assert_allclose(tried, ran.nats[0], rtol=1e-5)
-    plain = bench.nats(bench.choice(lambda path, n: False))
+    tried, ran, plain = tried_and_ran(written, "layers.1-2.mixer.*", "layers.0.ffn.down")
+    np.testing.assert_allclose(tried, ran, rtol=1e-5)
     assert np.abs(tried - plain).max() > 1e-3
+
+
+def test_experts_are_tried_a_layer_at_a_time(written, tmp_path):
+    cfg = tiny(tmp_path, "model.num_layers=3", "train.loss_chunk=5", model={**MOE, "mtp_depth": 0})
+    cfg = cfg.model_copy(update={"data": written.data})
+    save_run(cfg, weights_of(Frame(cfg.model)))
+    # Layer 0 is dense.
+    tried, ran, plain = tried_and_ran(cfg, "layers.2.ffn.experts")
+    np.testing.assert_allclose(tried, ran, rtol=1e-5)
+    assert np.abs(tried - plain).max() > 1e-4
 
 
 def test_layers_are_not_named_for_a_pipeline(written):
