@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hardware
-from pallas_kernels.formats import ACTIVATION, BLOCK, Quantized
+from pallas_kernels.formats import ACTIVATION, BLOCK, WEIGHT, Quantized
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
 from pallas_kernels.grouped_matmul.cases import (
     GroupedCase,
@@ -23,7 +23,7 @@ from pallas_kernels.grouped_matmul.cases import (
     make_case,
 )
 from pallas_kernels.grouped_matmul.layout import GroupLayout, align, stay
-from pallas_kernels.quantize import quantize, quantize_both, quantize_squares
+from pallas_kernels.quantize import quantize, quantize_both
 from pallas_kernels.registry import Backend, KernelOp
 from pallas_kernels.sharded import vary, varying_axes
 
@@ -188,7 +188,8 @@ class _Static:
         if quantized is not None:
             return quantized
         assert w is not None
-        return quantize_squares(w) if self.case.precision == "fp8" else self.plain(w)
+        # By XLA: where tensor cuts a stack, scales that a kernel makes would be gathered.
+        return quantize(w, format=WEIGHT) if self.case.precision == "fp8" else self.plain(w)
 
     def plain(self, x: Array) -> Array:
         """An operand in the format of the products."""
