@@ -46,6 +46,12 @@ def verify_command(
 
     cfg = load(config, overrides or ())
     if lattice is not None:
+        if here or whole:
+            raise typer.BadParameter(
+                "the layouts of --lattice are tried with a small model on virtual CPU devices: "
+                "leave --here and --whole out, or name one layout with --mesh",
+                param_hint="--lattice",
+            )
         if not report_lattice(cfg, part=slice_of(lattice), out=out):
             raise typer.Exit(1)
         return

@@ -127,13 +127,16 @@ def segment_bytes(layout: Layout) -> int:
 def quantized_bytes(layout: Layout) -> int:
     """Return the bytes of the weights that are quantised before a step's micro-batches.
 
-    One an element; scales, one for each 128x128, are not counted. Stages quantise theirs in every
-    tick, what fsdp cuts is quantised behind each gather, and experts that tensor cuts in each use.
+    One an element; scales, one for each 128x128, are not counted. The transpose that is made beside
+    serves the forward pass and is gone at the peak behind it, but where more micro-batches follow.
+    Stages quantise theirs in every tick, what fsdp cuts is quantised behind each gather, and
+    experts that tensor cuts in each use.
     """
     if layout.pipeline is not None or layout.rules.cuts_parameters:
         return 0
     in_fp8 = operations_in_fp8(layout.cfg.precision, layout.params)
-    return sum(
+    copies = 2 if layout.num_microbatches > 1 else 1
+    return copies * sum(
         layout.used_elements(spec)
         for spec in layout.trained()
         if spec.path.rpartition(".")[0] in in_fp8

@@ -78,6 +78,9 @@ CASES: Mapping[str, Case] = {
     "1.3 B, whole logits": Case("llama3-8b", "1:h200", PEER_13),
     "2.7 B, whole logits": Case("llama3-8b", "1:h200", PEER_27),
     "2.7 B, in fp8": Case("llama3-8b", "1:h200", f"{PEER_27} {IN_FP8}"),
+    "2.7 B, in fp8, two micro-batches": Case(
+        "llama3-8b", "1:h200", f"{PEER_27} {IN_FP8} parallel.num_microbatches=2"
+    ),
     "5 layers of deepseek-v2-lite": Case("deepseek-v2-lite", "1:h200", LITE_5),
     "5 layers of deepseek-v2-lite, in fp8": Case(
         "deepseek-v2-lite", "1:h200", f"{LITE_5} {IN_FP8}"

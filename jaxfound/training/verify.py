@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     Attributes:
         sums: of loss and gradient norm, as shares.
         gradient: ‖a − b‖₂ / ‖b‖₂ of each.
-        moved: share of choices that may go to another expert.
+        moved: share of choices that may go to another expert, as far as numbers of tokens tell.
     """
 
     sums: float
@@ -216,7 +216,7 @@ def differing_leaves(grads: Leaves, expected: Leaves, *, limits: Limits = EXACT)
 
 
 def moved_share(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Return the share of choices that went to another expert than expected."""
+    """Return the least share of choices that went to another expert, by the numbers alone."""
     return float(np.abs(counts - expected).sum() / 2 / max(expected.sum(), 1))
 
 

@@ -60,7 +60,10 @@ def grouped_matmul(
     if isinstance(w, Quantized):
         quantized = w
     if quantized is not None and precision != "fp8":
-        raise ValueError(f"w is in {quantized.format}: precision={precision!r} needs an array.")
+        raise ValueError(
+            f"w is in {quantized.format}: precision={precision!r} needs an array. Pass what it was "
+            "made of, or precision='fp8'."
+        )
     if w.shape[1] != x.shape[1] or len(group_sizes) != w.shape[0]:
         raise ValueError(
             f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit: "

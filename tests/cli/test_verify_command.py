@@ -1,4 +1,4 @@
-"""`jaxfound verify` on devices that are here: too few are told with their number and kind."""
+"""`jaxfound verify` on devices that are here: what cannot be is told before anything runs."""
 
 import jax
 import pytest
@@ -6,6 +6,14 @@ import pytest
 from jaxfound.cli.main import main
 
 CONFIG = "configs/tiny-dense.yaml"
+
+
+def test_all_layouts_are_not_tried_on_what_is_here(monkeypatch, capsys):
+    monkeypatch.setattr("jaxfound.resources.logs.configure_logging", lambda level: None)
+    with pytest.raises(SystemExit) as left:
+        main(["verify", CONFIG, "--lattice", "1/16", "--whole"])
+    assert left.value.code == 2
+    assert "leave --here and --whole out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_mesh_that_is_larger_than_what_is_here_is_refused_before_anything_runs(

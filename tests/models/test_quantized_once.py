@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxfound.config.parallel import AXES
 from jaxfound.config.precision import PrecisionConfig, PrecisionRule
-from jaxfound.models.build import Frame
+from jaxfound.models.build import Frame, describe
 from jaxfound.models.execution import Execution
+from jaxfound.parallelism.legal import layout_of
+from jaxfound.parallelism.weights import quantized_bytes
 from jaxfound.training import step as training_step
 from jaxfound.training.objective import token_counts
 from jaxfound.training.state import TrainState
@@ -109,3 +112,17 @@ def test_gradients_are_those_of_weights_that_are_quantised_in_every_use(
     again = jit(case(execution, model=model)[0])(params)
     for path, grad in once.items():
         np.testing.assert_allclose(grad, again[path], rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(("pieces", "copies"), [(1, 1), (2, 2)])
+def test_the_plan_counts_a_byte_a_weight_and_their_transposes_where_they_stay(pieces, copies):
+    rules = [{"pattern": "layers.ffn.*", "format": "fp8"}]
+    cfg = run_config(
+        model_config("gqa", num_layers=LAYERS),
+        rows=2,
+        parallel={"num_microbatches": pieces},
+        precision={"compute": "bfloat16", "rules": rules},
+    )
+    layout, _ = layout_of(cfg, dict.fromkeys(AXES, 1), describe(cfg.model))
+    weights = 3 * LAYERS * cfg.model.embed_dim * cfg.model.ffn_dim
+    assert quantized_bytes(layout) == copies * weights

@@ -1,9 +1,7 @@
 """The Triton kernels without a GPU: refusals, machine code at odd sizes, numbers by interpreter."""
 
-import importlib
 import json
 import sys
-import types
 from dataclasses import replace
 from functools import partial
 
@@ -36,11 +34,7 @@ from tests.pallas_kernels.operands import (
     varied,
     widened_operands,
 )
-from tests.pallas_kernels.triton_interpreter import (
-    complete_interpreter,
-    interpreted_call,
-    written_by,
-)
+from tests.pallas_kernels.triton_interpreter import interpret_kernels, written_by
 from tests.pallas_kernels.triton_machine_code import assemble, calls_of
 
 MISSING = triton.missing()
@@ -143,9 +137,7 @@ WIDENED = {"in parts of K": (1, 5, 200, 1500), "a stack": (3, 17, 130, 257)}
 
 def write_interpreted():
     """The child process: every case through its op, the differences as one line of JSON."""
-    tl = importlib.import_module("triton.language")
-    complete_interpreter(importlib.import_module("triton.runtime.interpreter"), tl)
-    sys.modules["jax_triton"] = types.SimpleNamespace(triton_call=interpreted_call)
+    interpret_kernels()
     found = {}
     with hardware.target("NVIDIA H200"):
         for name, (m, n, k, a_format, b_format, out_dtype) in PRODUCTS.items():

@@ -1,9 +1,7 @@
 """What rounds to 8 bits, in Triton and without a GPU: numbers by interpreter, machine code."""
 
-import importlib
 import json
 import sys
-import types
 from functools import partial
 
 import jax.numpy as jnp
@@ -25,11 +23,7 @@ from tests.pallas_kernels.operands import (
     tiles_by_numpy,
     varied,
 )
-from tests.pallas_kernels.triton_interpreter import (
-    complete_interpreter,
-    interpreted_call,
-    written_by,
-)
+from tests.pallas_kernels.triton_interpreter import interpret_kernels, written_by
 from tests.pallas_kernels.triton_machine_code import assemble, calls_of
 
 MISSING = triton.missing()
@@ -51,9 +45,7 @@ SQUARES = {
 
 def write_interpreted():
     """The child process: every case through its op, the differences as one line of JSON."""
-    tl = importlib.import_module("triton.language")
-    complete_interpreter(importlib.import_module("triton.runtime.interpreter"), tl)
-    sys.modules["jax_triton"] = types.SimpleNamespace(triton_call=interpreted_call)
+    interpret_kernels()
     found = {}
     with hardware.target("NVIDIA H200"):
         for name, (rows, columns, dtype) in QUANTIZED.items():

@@ -1,9 +1,7 @@
 """SwiGLU and its gradients, rounded to 8 bits both ways by the kernel that makes them."""
 
-import importlib
 import json
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +15,7 @@ from pallas_kernels.quantize import quantize, serves_swiglu, swiglu_both, swiglu
 from pallas_kernels.quantize.reference import swiglu, swiglu_gradients
 from tests.pallas_kernels.operands import dequantized, varied
 from tests.pallas_kernels.test_fp8_on_gpu import poison_memory
-from tests.pallas_kernels.triton_interpreter import (
-    complete_interpreter,
-    interpreted_call,
-    written_by,
-)
+from tests.pallas_kernels.triton_interpreter import interpret_kernels, written_by
 from tests.pallas_kernels.triton_machine_code import assemble, calls_of
 
 MISSING = triton.missing()
@@ -78,9 +72,7 @@ def test_gradients_are_those_that_jax_derives():
 
 def write_interpreted():
     """The child process: how far the kernels are from numpy, as a line of JSON."""
-    tl = importlib.import_module("triton.language")
-    complete_interpreter(importlib.import_module("triton.runtime.interpreter"), tl)
-    sys.modules["jax_triton"] = types.SimpleNamespace(triton_call=interpreted_call)
+    interpret_kernels()
     with hardware.target("NVIDIA H200"):
         found = [worst(shape, backend="jax_triton") for shape in SHAPES.values()]
     sys.stdout.write(json.dumps(found))

@@ -111,7 +111,7 @@ class Experts(nnx.Module):
         wide, narrow = ("experts", "embed", "ffn"), ("experts", "ffn", "embed")
         dims = (wide, wide, narrow)
         held = [self._held(k, d, format=format) for k, d in zip(kernels, dims, strict=True)]
-        # Of values and of scales: where there are copies in squares, nothing else cuts a kernel.
+        # Of all their arrays: where there are copies in squares, nothing else cuts a kernel.
         experts_alone = rules.gathered_spec(("experts",))
         mix = rules.on_each_device(
             partial(
