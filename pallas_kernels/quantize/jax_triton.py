@@ -19,13 +19,15 @@ from jaxtyping import Array, Float
 from pallas_kernels import sharded, triton
 from pallas_kernels.formats import BLOCK, Format, Quantized
 from pallas_kernels.quantize import kernels
-from pallas_kernels.quantize.cases import SCOPE, SWIGLU_WAYS, QuantizeCase
+from pallas_kernels.quantize.cases import SCOPE, QuantizeCase
 from pallas_kernels.quantize.reference import SMALLEST_SCALE
 
-# Warps of a program, and elements of a line that a thread holds: 16 of 8 bits are the widest store.
-# The three tiles that SwiGLU's gradients are made of need more threads, or registers spill.
-NUM_WARPS, VECTOR = 4, 16
-SWIGLU_NUM_WARPS, SWIGLU_VECTOR = 16, 8
+# Warps of a program. The three tiles of a gate's gradient leave half as many too few registers
+# for programs beside each other.
+NUM_WARPS, GATE_NUM_WARPS = 4, 8
+# Elements of a line that a thread holds: 16 of 8 bits are the widest store. With fewer the tile
+# changes hands between threads before it is stored, which takes three times as long.
+VECTOR = 16
 
 
 def refuses(case: QuantizeCase) -> str | None:
@@ -83,10 +85,13 @@ def _of_swiglu(case: QuantizeCase, *operands: Array) -> Any:
     """Rounded both ways: SwiGLU of gate and up, or with a gradient, the gradients of both."""
     sizes = _Sizes(case.rows, case.columns, case.format)
     both = (*sizes.plain, *sizes.turned)
+    rounded = lambda source, *of: _pair(case, *_call(source, case, sizes, of, both))
     if case.way == "swiglu":
-        return _pair(case, *_call(kernels.swiglu_both, case, sizes, operands, both))
-    given = _call(kernels.swiglu_gradients_both, case, sizes, operands, (*both, *both))
-    return _pair(case, *given[:4]), _pair(case, *given[4:])
+        return rounded(kernels.swiglu_both, *operands)
+    # A kernel each: one of both has no registers left to hide the memory's latency.
+    gate, up, grad = operands
+    of_gate = rounded(kernels.gate_gradient_both, gate, up, grad)
+    return of_gate, rounded(kernels.up_gradient_both, gate, grad)
 
 
 def _call(
@@ -97,9 +102,7 @@ def _call(
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> tuple[Array, ...]:
     """Run a kernel on a device's matrices, the first of which says how columns are stored."""
-    num_warps, vector = NUM_WARPS, VECTOR
-    if case.way in SWIGLU_WAYS:
-        num_warps, vector = SWIGLU_NUM_WARPS, SWIGLU_VECTOR
+    num_warps = GATE_NUM_WARPS if source is kernels.gate_gradient_both else NUM_WARPS
     return triton.call(
         source,
         *operands,
@@ -116,7 +119,7 @@ def _call(
         SMALLEST_SCALE=SMALLEST_SCALE,
         BLOCK=BLOCK,
         # How many lines of a tile all threads hold at once; a thread's own are so far apart.
-        APART=num_warps * 32 * vector // BLOCK,
+        APART=num_warps * 32 * VECTOR // BLOCK,
     )
 
 

@@ -15,7 +15,7 @@ tl: Any = None
 # Functions here that the kernels call.
 USES = (
     *("lines_of", "in_memory_order", "loaded", "finite_or_nan", "divided", "rounded_tile"),
-    *("keep", "store_turned", "keep_turned", "keep_both"),
+    *("keep", "store_turned", "keep_turned", "keep_both", "sigmoid"),
 )
 
 
@@ -64,6 +64,12 @@ def divided(x: "Any", by: "Any", inverse: "Any") -> "Any":
     """
     quotient = x * inverse
     return tl.fma(tl.fma(-quotient, by, x), inverse, quotient)
+
+
+def sigmoid(x: "Any") -> "Any":
+    """1 / (1 + exp(-x)); the square of a reciprocal root is fewer instructions than a division."""
+    root = tl.math.rsqrt(1.0 + tl.exp(-x))
+    return root * root
 
 
 def rounded_tile(
@@ -301,23 +307,18 @@ def swiglu_both(
     g = loaded(gate, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
     u = loaded(up, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
     keep_both(
-        g * tl.sigmoid(g) * u, values, scales, turned, turned_scales,
+        g * sigmoid(g) * u, values, scales, turned, turned_scales,
         ROWS, COLUMNS, LARGEST, SMALLEST_SCALE, BLOCK, APART,
     )  # fmt: skip
 
 
-def swiglu_gradients_both(
+def up_gradient_both(
     gate: "Pointer",
-    up: "Pointer",
     grad: "Pointer",
-    gate_values: "Pointer",
-    gate_scales: "Pointer",
-    gate_turned: "Pointer",
-    gate_turned_scales: "Pointer",
-    up_values: "Pointer",
-    up_scales: "Pointer",
-    up_turned: "Pointer",
-    up_turned_scales: "Pointer",
+    values: "Pointer",
+    scales: "Pointer",
+    turned: "Pointer",
+    turned_scales: "Pointer",
     ROWS: "constexpr",
     COLUMNS: "constexpr",
     STORED_COLUMNS: "constexpr",
@@ -326,21 +327,41 @@ def swiglu_gradients_both(
     BLOCK: "constexpr",
     APART: "constexpr",
 ) -> None:
-    """One block of the gradients of gate and up, each rounded both ways."""
+    """One block of the gradient of up, rounded both ways."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = lines_of(tl.program_id(1).to(tl.int64) * BLOCK, BLOCK, APART)
     g = loaded(gate, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
     d = loaded(grad, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
     keep_both(
-        d * g * tl.sigmoid(g), up_values, up_scales, up_turned, up_turned_scales,
+        d * g * sigmoid(g), values, scales, turned, turned_scales,
         ROWS, COLUMNS, LARGEST, SMALLEST_SCALE, BLOCK, APART,
     )  # fmt: skip
-    # Read again, from the cache by now: what would wait here takes registers.
+
+
+def gate_gradient_both(
+    gate: "Pointer",
+    up: "Pointer",
+    grad: "Pointer",
+    values: "Pointer",
+    scales: "Pointer",
+    turned: "Pointer",
+    turned_scales: "Pointer",
+    ROWS: "constexpr",
+    COLUMNS: "constexpr",
+    STORED_COLUMNS: "constexpr",
+    LARGEST: "constexpr",
+    SMALLEST_SCALE: "constexpr",
+    BLOCK: "constexpr",
+    APART: "constexpr",
+) -> None:
+    """One block of the gradient of gate, rounded both ways."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = lines_of(tl.program_id(1).to(tl.int64) * BLOCK, BLOCK, APART)
     g = loaded(gate, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
-    d = loaded(grad, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
     u = loaded(up, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
-    share = tl.sigmoid(g)
+    d = loaded(grad, rows, columns, ROWS, COLUMNS, STORED_COLUMNS, BLOCK)
+    share = sigmoid(g)
     keep_both(
-        d * u * share * (1.0 + g * (1.0 - share)), gate_values, gate_scales, gate_turned,
-        gate_turned_scales, ROWS, COLUMNS, LARGEST, SMALLEST_SCALE, BLOCK, APART,
+        d * u * share * (1.0 + g * (1.0 - share)), values, scales, turned, turned_scales,
+        ROWS, COLUMNS, LARGEST, SMALLEST_SCALE, BLOCK, APART,
     )  # fmt: skip

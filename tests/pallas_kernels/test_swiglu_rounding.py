@@ -89,18 +89,21 @@ def test_what_the_sources_make_is_the_nearest_in_8_bits():
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (1024, 6912)], ids=str)
 def test_what_the_card_makes_is_the_nearest_in_8_bits(shape):
     poison_memory()
-    # Its exponential is that of the special function unit.
-    assert worst(shape, backend="jax_triton") < 1 + 1e-2
+    # Its exponential and root are approximate: a sigmoid is off by up to 2^-20 of itself, and where
+    # SiLU's slope is zero that is all there is, beside steps of 2^-9 of a line's scale.
+    assert worst(shape, backend="jax_triton") < 1 + 4e-2
 
 
 @needs_triton
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA B200"])
 @pytest.mark.parametrize("shape", [(256, 384), (201, 130)], ids=str)
-@pytest.mark.parametrize("run", [swiglu_both, swiglu_gradients_both])
-def test_each_is_one_kernel_without_spills(run, shape, kind, tmp_path):
-    num_inputs = 2 if run is swiglu_both else 3
-    (call,) = calls_of(run, *[(shape, jnp.bfloat16)] * num_inputs, kind=kind)
-    assert not assemble(call, tmp_path / "kernel.ptx", kind=kind)
+def test_each_result_is_one_kernel_without_spills(shape, kind, tmp_path):
+    one = (shape, jnp.bfloat16)
+    calls = [*calls_of(swiglu_both, one, one, kind=kind)]
+    calls += calls_of(swiglu_gradients_both, one, one, one, kind=kind)
+    assert len(calls) == 3
+    for i, call in enumerate(calls):
+        assert not assemble(call, tmp_path / f"{i}.ptx", kind=kind)
 
 
 @needs_triton
