@@ -11,7 +11,7 @@ import numpy as np
 from jaxfound.data.documents import Dropped
 from jaxfound.data.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 # Up to this size every byte is checked on opening (well under a second); above it, sizes are.
 VERIFY_BYTES = 256 * 1024 * 1024

@@ -55,8 +55,10 @@ def assign(
     """Return the bin of each piece, int64 [P]; bins are numbered in the order of their first piece.
 
     `packed` is best fit, longest piece first, within windows of `WINDOW` pieces. The shortest
-    pieces come last and fill what is left, so that a bin may hold a hundred where most hold two. So
-    bins take no more of them than the smallest of `LIMITS` that costs next to nothing.
+    pieces come last and fill what is left, so that a bin may hold a hundred where most hold two.
+    So such bins exchange short pieces for a long one of others, until none holds more than the
+    smallest of `LIMITS` that this comes to, or that costs next to nothing if it is kept from the
+    beginning.
 
     Args:
         lengths: inputs of each piece, [P].
@@ -66,27 +68,36 @@ def assign(
     """
     if packing == "padded":
         return np.arange(len(lengths))
+    windows = [lengths[begin : begin + WINDOW] for begin in range(0, len(lengths), WINDOW)]
+    fitted = lambda limit: [_best_fit(part, seq_len, limit=limit) for part in windows]
+    free = fitted(None)
     if most_pieces is not None:
-        return _in_windows(lengths, seq_len, limit=most_pieces)
-    free = _in_windows(lengths, seq_len, limit=None)
-    num_bins, fullest = free.max(initial=-1) + 1, np.bincount(free).max(initial=0)
+        exchanged = _all_exchanged(free, windows, seq_len=seq_len, limit=most_pieces)
+        return _joined(exchanged or fitted(most_pieces))
+    fullest = max((int(np.bincount(bins).max()) for bins in free), default=0)
+    num_bins = _num_bins(free)
     most_bins = max((1 + LIMIT_COST) * num_bins, num_bins + (num_bins >= FEW_BINS))
-    for limit in (limit for limit in LIMITS if limit < fullest):
-        if len(lengths) <= limit * most_bins:
-            limited = _in_windows(lengths, seq_len, limit=limit)
-            if limited.max() + 1 <= most_bins:
-                return limited
-    return free
+    for limit in (n for n in LIMITS if n < fullest and len(lengths) <= n * most_bins):
+        exchanged = _all_exchanged(free, windows, seq_len=seq_len, limit=limit)
+        if exchanged is not None:
+            return _joined(exchanged)
+        limited = fitted(limit)
+        if _num_bins(limited) <= most_bins:
+            return _joined(limited)
+    return _joined(free)
 
 
-def _in_windows(lengths: np.ndarray, seq_len: int, *, limit: int | None) -> np.ndarray:
+def _num_bins(parts: list[np.ndarray]) -> int:
+    return sum(int(bins.max()) + 1 for bins in parts)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
     """Return the bin of each piece; no window shares a bin with another."""
-    parts, num_bins = [np.empty(0, np.int64)], 0
-    for begin in range(0, len(lengths), WINDOW):
-        part = _best_fit(lengths[begin : begin + WINDOW], seq_len, limit=limit)
-        parts.append(part + num_bins)
+    numbered, num_bins = [np.empty(0, np.int64)], 0
+    for part in parts:
+        numbered.append(part + num_bins)
         num_bins += int(part.max()) + 1
-    return np.concatenate(parts)
+    return np.concatenate(numbered)
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int, *, limit: int | None) -> np.ndarray:
@@ -113,6 +124,103 @@ def _best_fit(lengths: np.ndarray, seq_len: int, *, limit: int | None) -> np.nda
         if free > length and pieces_of_bin[chosen] != limit:
             bisect.insort(open_bins, (free - length, chosen))
     return _in_order_of_first_piece(bin_P)
+
+
+def _all_exchanged(
+    parts: list[np.ndarray], windows: list[np.ndarray], *, seq_len: int, limit: int
+) -> list[np.ndarray] | None:
+    """Return `_exchanged` of every window; None if one of them does not come to the limit."""
+    found = []
+    for bins, lengths in zip(parts, windows, strict=True):
+        exchanged = _exchanged(bins, lengths, seq_len=seq_len, limit=limit)
+        if exchanged is None:
+            return None
+        found.append(exchanged)
+    return found
+
+
+def _exchanged(
+    bin_P: np.ndarray, lengths: np.ndarray, *, seq_len: int, limit: int
+) -> np.ndarray | None:
+    """Return bins of at most `limit` pieces, or None if exchanges do not come to that.
+
+    A bin with more gives short pieces away for one piece as long as they are together, so that
+    both stay as full as they are.
+
+    Args:
+        bin_P: bin of each piece.
+    """
+    if len(lengths) > limit * (bin_P.max() + 1):
+        return None
+    shortest_first = np.argsort(lengths, kind="stable")
+    bins = _Bins(lengths[shortest_first], bin_P[shortest_first], limit=limit)
+    # By place in that order; of each bin one after the other.
+    by_bin = np.argsort(bins.bin_of, kind="stable")
+    begins = np.searchsorted(bins.bin_of[by_bin], np.arange(len(bins.counts) + 1))
+    slots = np.bincount(bins.bin_of, weights=bins.lengths).astype(np.int64)
+    for full in np.flatnonzero(bins.counts > limit).tolist():
+        own = by_bin[begins[full] : begins[full + 1]].tolist()
+        free = seq_len - int(slots[full])
+        while len(own) > limit:
+            found = bins.exchange(own, free=free)
+            if found is None:
+                return None
+            free -= found
+    exchanged = np.empty_like(bin_P)
+    exchanged[shortest_first] = bins.bin_of
+    return _in_order_of_first_piece(exchanged)
+
+
+class _Bins:
+    """Pieces by length, the shortest first, and which bin each is in.
+
+    Attributes:
+        lengths: of each piece.
+        bin_of: bin of each piece.
+        counts: pieces of each bin.
+    """
+
+    def __init__(self, lengths: np.ndarray, bin_of: np.ndarray, *, limit: int) -> None:
+        self.lengths, self.bin_of, self.limit = lengths, bin_of.copy(), limit
+        self.counts = np.bincount(bin_of)
+
+    def exchange(self, own: list[int], *, free: int) -> int | None:
+        """Exchange pieces of `own`, a bin that has too many, for one of a bin that has room.
+
+        Args:
+            own: its pieces in their order, which changes.
+            free: slots that it has left.
+
+        Returns:
+            How many of those it takes; None if there are no such pieces.
+        """
+        sums = np.concatenate([[0], np.cumsum(self.lengths[own])])
+        num_given = min(len(own) - self.limit + 1, self.limit)
+        while num_given > 1:
+            wanted = sums[num_given:] - sums[:-num_given]
+            has_room = self.counts[self.bin_of] <= self.limit - num_given + 1
+            places = np.flatnonzero(has_room)
+            lengths = self.lengths[places]
+            found = np.searchsorted(lengths, wanted)
+            fits = np.append(lengths, np.iinfo(np.int64).max)[found] <= wanted + free
+            if fits.any():
+                # The longest: long pieces are in bins of few.
+                begin = int(fits.nonzero()[0][-1])
+                taken = int(places[found[begin]])
+                self._move(own, slice(begin, begin + num_given), taken)
+                return int(self.lengths[taken] - wanted[begin])
+            num_given //= 2
+        return None
+
+    def _move(self, own: list[int], given: slice, taken: int) -> None:
+        """Move the pieces `given` of a bin to the bin of the piece `taken`, and that one here."""
+        here, there = self.bin_of[own[0]], self.bin_of[taken]
+        self.bin_of[own[given]], self.bin_of[taken] = there, here
+        moved = given.stop - given.start - 1
+        self.counts[here] -= moved
+        self.counts[there] += moved
+        del own[given]
+        bisect.insort(own, taken)
 
 
 def _in_order_of_first_piece(bin_P: np.ndarray) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Batches from the host to where the mesh wants them."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ from jaxfound.models.execution import Documents, Execution, execution_of
 from jaxfound.parallelism.context import arranged, context_degree, places_of
 from jaxfound.parallelism.plan import ParallelPlan
 from pallas_kernels.flash_attention.op import default_max_segments
+
+log = logging.getLogger(__name__)
 
 # Fewer are not measured to be faster.
 LEAST_PLACES = 2
@@ -78,11 +82,25 @@ def most_documents(cfg: RunConfig, *, most_pieces: int) -> int | None:
 
 
 def execution_for(plan: ParallelPlan, cfg: RunConfig, *, most_pieces: int) -> Execution:
-    """Return the execution of a run whose fullest row has `most_pieces` documents."""
+    """Return the execution of a run whose fullest row has `most_pieces` documents.
+
+    Rows of more than attention has places for are said once: their steps take a slow path.
+    """
+    documents = documents_of(cfg, most_pieces=most_pieces)
+    if documents == "runs":
+        log.warning(
+            "attention.too_many_documents",
+            extra={
+                "in_a_row": most_pieces,
+                "places": default_max_segments(cfg.train.seq_len),
+                "then": "a GPU computes batches with such rows by XLA, many times slower",
+                "instead": "a shorter train.seq_len, longer documents, or train.documents=joined",
+            },
+        )
     return execution_of(
         plan,
         cfg.precision,
-        documents=documents_of(cfg, most_pieces=most_pieces),
+        documents=documents,
         most_documents=most_documents(cfg, most_pieces=most_pieces),
     )
 

@@ -120,6 +120,30 @@ def test_rows_of_tiny_documents_alone_are_filled_all_the_same():
     assert len(np.unique(bin_P)) == -(-20_000 // 128)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=200), st.sampled_from([3, 8, 16]))
+def test_exchanges_move_pieces_and_make_no_bins(lengths, limit):
+    length_P = np.array(lengths)
+    free = assign(length_P, seq_len=32, packing="packed", most_pieces=len(lengths))
+    limited = assign(length_P, seq_len=32, packing="packed", most_pieces=limit)
+    assert len(limited) == len(lengths)
+    assert np.bincount(limited).max() <= limit
+    assert np.bincount(limited, weights=length_P).max() <= 32
+    if np.bincount(free).max() <= limit:
+        assert (limited == free).all()
+
+
+def test_rows_of_a_text_hold_hardly_more_documents_than_on_average():
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(5, 1.5, 6000).astype(int) + 2, 4096)
+    free = assign(lengths, seq_len=4096, packing="packed", most_pieces=len(lengths))
+    limited = assign(lengths, seq_len=4096, packing="packed")
+    assert np.bincount(free).max() > 200
+    # Ten on average, and not one row more.
+    assert np.bincount(limited).max() == 16
+    assert limited.max() == free.max()
+
+
 def test_a_limit_that_is_given_holds_whatever_it_costs():
     bin_P = assign(np.full(9, 2), seq_len=256, packing="packed", most_pieces=4)
     assert np.bincount(bin_P).tolist() == [4, 4, 1]

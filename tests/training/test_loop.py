@@ -11,13 +11,14 @@ import pytest
 from jaxfound.data.batch import Batch
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
-from jaxfound.training.batches import most_documents
+from jaxfound.training.batches import execution_for, most_documents
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import NonFiniteError
 from jaxfound.training.loop import Parts, fit, never
 from jaxfound.training.run import start
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import StepMetrics
+from pallas_kernels.flash_attention.op import default_max_segments
 from tests.training.tiny import StopAfter, tiny
 
 LIKE = {
@@ -183,6 +184,18 @@ def test_a_bad_last_step_is_noticed(tmp_path):
 def test_a_record_has_what_a_reader_looks_for(tmp_path, key):
     found = drive(tmp_path, "train.steps=3")
     assert all(key in e.values for e in found.events if e.kind == "train")
+
+
+def test_rows_of_more_documents_than_attention_has_places_for_are_said(tmp_path, caplog):
+    run = start(tiny(tmp_path))
+    places = default_max_segments(run.cfg.train.seq_len)
+    caplog.clear()
+    assert execution_for(run.plan, run.cfg, most_pieces=places).documents == "checked"
+    assert not caplog.records
+    assert execution_for(run.plan, run.cfg, most_pieces=places + 1).documents == "runs"
+    (said,) = caplog.records
+    assert said.getMessage() == "attention.too_many_documents"
+    assert (said.in_a_row, said.places) == (places + 1, places)
 
 
 def test_a_run_vouches_for_its_own_rows_and_knows_the_fullest(tmp_path):
