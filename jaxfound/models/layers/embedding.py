@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.execution import Execution
@@ -31,10 +32,39 @@ class Embedding(nnx.Module):
         # Past the table, because a negative index would count from its end.
         known = (tokens >= 0) & (tokens < self.vocab_size)
         rows_read = jnp.where(known, tokens, table.shape[0])
-        rows = jnp.take(table, rows_read, axis=0, mode="fill", fill_value=jnp.nan)
+        rows = picked_rows(table, rows_read)
         # Whole first: left to the partitioner, tokens would be cut and the table gathered.
         rows = run.rules.constrain(rows, "batch", "seq", "embed")
         return to_stream(rows, run.rules)
+
+
+@jax.custom_vjp
+def picked_rows(table: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Return the rows of a table by number; numbers behind its end give NaN.
+
+    Gradients of a row are added up in float32: a token that is frequent has thousands of them, and
+    to a sum in bfloat16 all but the first few hundred are too small to change it.
+    """
+    return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
+
+
+def _picked_forward(
+    table: Float[Array, "V D"], ids: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T D"], tuple[Int[Array, "B T"], Float[Array, "V 0"]]]:
+    # An array of no columns says how many rows there are, and in what format.
+    return picked_rows(table, ids), (ids, table[:, :0])
+
+
+def _picked_backward(
+    saved: tuple[Int[Array, "B T"], Float[Array, "V 0"]], grad: Float[Array, "B T D"]
+) -> tuple[Float[Array, "V D"], None]:
+    ids, like = saved
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    sums = jnp.zeros((like.shape[0], grad.shape[-1]), wide.dtype).at[ids].add(wide, mode="drop")
+    return sums.astype(like.dtype), None
+
+
+picked_rows.defvjp(_picked_forward, _picked_backward)
 
 
 class Head(nnx.Module):
