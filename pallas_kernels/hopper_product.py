@@ -46,8 +46,6 @@ class Tile:
         snake: tiles side by side before the walk turns; neighbours share operands in L2.
         cluster: blocks that share each copy of an operand: one above the other of B, or where
             rows are grouped, and B with them, side by side of A.
-        in_turns: 1 lets computing warpgroups start the products of a step one after the other, so
-            that while one multiplies the others scale; 0 leaves it to the hardware.
     """
 
     num_groups: int
@@ -56,7 +54,6 @@ class Tile:
     num_out_buffers: int = 1
     snake: int = 1
     cluster: int = 1
-    in_turns: int = 0
 
     @property
     def rows(self) -> int:
@@ -85,7 +82,6 @@ class Refs(NamedTuple):
     b_scales: Any = None
     a_scale_stages: Any = None
     b_scale_stages: Any = None
-    turns: Any = None
 
 
 class Work(NamedTuple):

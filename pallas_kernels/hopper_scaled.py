@@ -53,39 +53,7 @@ class ScaledProduct(Product):
         memory["a_scale_stages"] = mosaic.shared(rows, jnp.float32, matrix=False)
         if self.b_scales_by_row:
             memory["b_scale_stages"] = mosaic.shared(columns, jnp.float32, matrix=False)
-        if self.takes_turns:
-            memory["turns"] = mosaic.Barrier(num_arrivals=1, num_barriers=self.tile.num_groups)
         return memory
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether warpgroups multiply in turns; a single one has nobody to wait for."""
-        return bool(self.tile.in_turns) and self.tile.num_groups > 1
-
-    def compute(self, refs: Refs, warpgroup: Any) -> None:
-        """A computing warpgroup; the first one has the first turn, and takes the last one back."""
-        if not self.takes_turns:
-            super().compute(refs, warpgroup)
-            return
-        is_first = warpgroup == 0
-        pl.when(is_first)(lambda: mosaic.arrive(refs.turns.at[0]))
-        super().compute(refs, warpgroup)
-        pl.when(is_first)(lambda: mosaic.wait(refs.turns.at[0]))
-
-    def multiply(self, refs: Refs, shape: tuple[int, int], warpgroup: Any, slot: Any) -> jax.Array:
-        """Return the products of a step of this warpgroup's rows with all columns of `shape`."""
-        my_rows = pl.ds(warpgroup * mosaic.WARPGROUP_ROWS, mosaic.WARPGROUP_ROWS)
-        operands = refs.a_stages.at[slot, my_rows], refs.b_stages.at[slot, pl.ds(0, shape[1])].T
-
-        def issue(accumulator: Any) -> None:
-            if self.takes_turns:
-                mosaic.wait(refs.turns.at[warpgroup])
-            mosaic.wgmma(accumulator, *operands)
-            if self.takes_turns:
-                following = lax.rem(warpgroup + 1, jnp.int32(self.tile.num_groups))
-                mosaic.arrive(refs.turns.at[following])
-
-        return mosaic.multiply(shape, issue)
 
     def copy_step(self, refs: Refs, work: Work, *, index: Any, slot: Any) -> None:
         """Start the copies of both operands and their scales."""
@@ -117,7 +85,12 @@ class ScaledProduct(Product):
             ring.wait_full(work.first_step + index)
             slot = ring.slot(work.first_step + index)
             a_scale = mosaic.load(refs.a_scale_stages.at[slot, my_rows], layout=mosaic.PER_ROW)
-            part = self.multiply(refs, shape, warpgroup, slot)
+            part = mosaic.multiply(
+                shape,
+                lambda acc: mosaic.wgmma(
+                    acc, refs.a_stages.at[slot, my_rows], refs.b_stages.at[slot, width].T
+                ),
+            )
             if self.b_scales_by_row:
                 stage = refs.b_scale_stages.at[slot, width]
                 by_column = mosaic.load(stage, layout=mosaic.PER_COLUMN)

@@ -246,9 +246,8 @@ def tiles_to_try(sizes: Sizes) -> list[Tile | DecodeTile]:
         # Two warpgroups of rows: weights may as well take the columns.
         return [*few, *(Tile(2, columns, num_stages=8) for columns in (64, 96, 128, 160, 192))]
     return [
-        Tile(groups, columns, 7, num_out_buffers=2, snake=snake, cluster=cluster, in_turns=turns)
+        Tile(groups, columns, 7, num_out_buffers=2, snake=snake, cluster=cluster)
         for groups, columns in ((3, 128), (3, 96), (2, 192))
-        for turns in (0, 1)
         for snake in (1, 8)
         for cluster in (1, 2)
     ]

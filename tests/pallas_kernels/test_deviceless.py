@@ -29,9 +29,9 @@ F8 = jnp.float8_e4m3fn
 
 # The shipped table's tiles: what is left when the order of the walk is taken out.
 TUNED = [dict(s) for (op, _), s in tuning.shipped("NVIDIA H200").entries if op == "fp8_matmul"]
-SHIPPED = {replace(Tile(**s), snake=1) for s in TUNED if "columns" in s} | {*mosaic_gpu.TILES}
-IN_TURNS = Tile(num_groups=3, columns=128, num_stages=7, cluster=2, in_turns=1)
-PERSISTENT = sorted(SHIPPED | {IN_TURNS}, key=str)
+PERSISTENT = sorted(
+    {replace(Tile(**s), snake=1) for s in TUNED if "columns" in s} | {*mosaic_gpu.TILES}, key=str
+)
 # Few rows: the most that a wgmma takes need the most registers, and a single block of them none.
 DECODE = [
     *(

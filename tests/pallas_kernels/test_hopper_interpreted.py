@@ -19,8 +19,6 @@ PERSISTENT = [
     ((192, 128, 256), Tile(num_groups=3, columns=128, num_stages=4)),
     ((200, 136, 384), Tile(num_groups=2, columns=192, num_stages=2)),
     ((140, 200, 384), Tile(num_groups=1, columns=64, num_stages=2, cluster=2)),
-    # Warpgroups that multiply in turns, over more tiles than blocks.
-    ((384, 600, 384), Tile(num_groups=3, columns=128, num_stages=3, in_turns=1)),
     # A round of whole tiles on four blocks, then one tile in halves, the second of them ragged.
     ((60, 600, 256), Tile(num_groups=1, columns=128, num_stages=3)),
     ((100, 300, 256), Tile(num_groups=1, columns=128, num_stages=3, cluster=2)),

@@ -34,7 +34,8 @@ def operands(shape):
 def by_numpy(gate, up, grad):
     """The product and both gradients in float64."""
     g, u, d = (np.asarray(x, np.float64) for x in (gate, up, grad))
-    share = 1 / (1 + np.exp(-g))
+    with np.errstate(over="ignore"):
+        share = 1 / (1 + np.exp(-g))
     matrices = g * share * u, d * u * share * (1 + g * (1 - share)), d * g * share
     return list(matrices)
 
