@@ -27,8 +27,9 @@ AGAIN_PASSES = 4
 # shapes of a step, and what lies between its kernels, 71 % were left: fitted to one measurement,
 # configs/dense-1.3b.yaml at 520 ms a step, of which the memory of its program then took its part.
 # Other models and devices are taken to reach as much. In 8 bits, the layers of
-# configs/dense-2.7b.yaml took 262 ms for 247 TFLOP (docs/benchmarks/train-h200.json).
-PRODUCTS: Mapping[str, float] = {"bfloat16": 0.71, "float32": 0.71, "float8": 0.48}
+# configs/dense-2.7b.yaml took 243 ms for 249 TFLOP, and those of configs/dense-7b-width.yaml 120 ms
+# for 129 (docs/benchmarks/train-h200.json).
+PRODUCTS: Mapping[str, float] = {"bfloat16": 0.71, "float32": 0.71, "float8": 0.53}
 # cuDNN's causal attention on an H200, forward and backward, reaches 45 % of the peak in rows of
 # 2,048 tokens, 53 % of 4,096 and 60 % of 16,384 (docs/benchmarks/kernels-h200.json). Between the
 # other kernels of a step, at the power that is left, it was at 80 % of that in models of 1.3 and
