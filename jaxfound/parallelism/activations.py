@@ -58,6 +58,13 @@ def layer_bytes(layout: Layout, routed: bool, *, in_a_row: int) -> int:
     return kept(layout, routed)
 
 
+def widest_layer_bytes(layout: Layout) -> int:
+    """Return what the layer that keeps the most keeps, of a stack that is no loop."""
+    model = layout.cfg.model
+    kinds = [False] * has_dense_layers(model) + [True] * (model.ffn == "moe")
+    return max(layer_bytes(layout, routed, in_a_row=model.num_layers) for routed in kinds)
+
+
 def is_free(layout: Layout, *, in_a_row: int) -> bool:
     """Return whether the compiler chooses what so many stacked layers keep, all being allowed.
 
@@ -360,6 +367,8 @@ def num_segments(layout: Layout) -> int:
     """Return the document slots of a row."""
     if layout.cfg.train.documents == "joined":
         return 1
+    if layout.packed is not None:
+        return layout.packed.places
     fitting = layout.cfg.train.seq_len // TOKENS_PER_SEGMENT
     return min(max(fitting, MIN_SEGMENTS), MAX_SEGMENTS)
 

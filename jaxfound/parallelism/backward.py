@@ -22,18 +22,20 @@ from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout
 from jaxfound.parallelism.weights import waiting_bytes, widest_matrix
 
 # Streams [tokens embed] in the format of compute that wait while a layer is gone through: its
-# input, both norms' results, and the gradient that came from above. Where the stream is cut over
-# tensor these are parts; what products read of them is gathered.
-STREAMS = 4
-# Streams in float32 where the feed-forward's inputs get their gradient: one of gate, one of up, and
-# the sum that either is added to.
-FLOAT32_STREAMS = 3
+# input, both norms' results, and the gradient that came from above, which alone is new where the
+# layer's operands are kept. Where the stream is cut over tensor these are parts; what products read
+# of them is gathered.
+STREAMS, NEW_STREAMS = 4, 1
+# Streams where the feed-forward's inputs get their gradient: one of gate, one of up, and the sum
+# that either is added to. In float32, but that one device rounds them as it writes them.
+SUMMED_STREAMS = 3
 # Arrays as wide as the feed-forward that wait for weights' gradients: gate and up, and their
-# gradients.
-HIDDEN = 4
+# gradients, which alone are new where operands are kept.
+HIDDEN, NEW_HIDDEN = 4, 2
 # Of the tiles of experts' rows: the hidden rows and the gradients of gate and up wait for weights'
-# gradients; gate, up and the gradient of the hidden rows are there until those are made.
-TILE_HIDDEN = 3
+# gradients; gate, up and the gradient of the hidden rows are there until those are made. New are
+# the gradients.
+TILE_HIDDEN, NEW_TILE_HIDDEN, NEW_UNTIL_MADE = 3, 2, 1
 # Attention that writes scores out does so for all queries of a row up to this many scores, else
 # for some at a time, in multiples of the last.
 WHOLE_SCORES, CHUNK_SCORES, MIN_CHUNK_ROWS = 2**20, 2**19, 64
@@ -62,45 +64,55 @@ class Moment(NamedTuple):
     workspace: int = 0
 
 
-def moments_of(layout: Layout, *, architecture: str) -> tuple[Moment, ...]:
+def moments_of(layout: Layout, *, architecture: str, are_kept: bool = False) -> tuple[Moment, ...]:
     """Return the moments of the widest layer's backward pass that may need the most.
 
     Args:
         layout: what runs.
-        architecture: of the device, which decides whether attention runs in cuDNN; a program for
-            that holds room for attention that writes scores out too.
+        architecture: of the device, which decides whether attention runs in cuDNN or writes scores
+            out.
+        are_kept: whether the layer's operands are among what was kept, and are not counted again.
     """
     model, widest = layout.cfg.model, widest_matrix(layout)
     kinds = [False] * has_dense_layers(model) + [True] * (model.ffn == "moe")
-    held = max(held_bytes(layout, routed) for routed in kinds)
-    made = max(held_bytes(layout, routed) + made_bytes(layout, routed) for routed in kinds)
-    sums = FLOAT32_STREAMS * layout.tokens * model.embed_dim * FLOAT32_BYTES
+    waiting = [held_bytes(layout, routed, are_kept=are_kept) for routed in kinds]
+    held = max(waiting)
+    made = max(
+        bytes_held + made_bytes(layout, routed, are_kept=are_kept)
+        for bytes_held, routed in zip(waiting, kinds, strict=True)
+    )
+    a_sum = layout.compute_bytes if are_kept else FLOAT32_BYTES
+    sums = SUMMED_STREAMS * layout.tokens * model.embed_dim * a_sum
     used, gradient = layout.compute_bytes * widest, FLOAT32_BYTES * widest
     own, moved = attention_bytes(layout)
     always = waiting_bytes(layout)
-    found = (
+    workspace = workspace_bytes(layout, architecture=architecture)
+    is_fused = workspace and (layout.packed is None or layout.packed.fit)
+    scores = 0 if is_fused else moved + score_bytes(layout)
+    return (
         Moment(made + sums, always or used),
         Moment(held, always or used + gradient),
-        Moment(held + own + moved + score_bytes(layout), always),
+        Moment(held + own + scores, always, workspace),
     )
-    workspace = workspace_bytes(layout, architecture=architecture)
-    return (*found, Moment(held + own, always, workspace)) if workspace else found
 
 
-def held_bytes(layout: Layout, routed: bool) -> int:
+def held_bytes(layout: Layout, routed: bool, *, are_kept: bool) -> int:
     """Return what waits from one end of a layer's backward pass to the other."""
     width, model = layout.compute_bytes, layout.cfg.model
     heads = layout.channels("heads", model.num_heads)
     hidden = model.moe.num_shared_experts * model.moe.expert_dim if routed else model.ffn_dim
-    streams = STREAMS * stream_bytes(layout, routed) + gathered_bytes(layout)
-    channels = saved_width(layout) + HIDDEN * layout.channels("ffn", hidden)
-    tokens = streams + layout.tokens * (channels * width + statistics_bytes(layout, heads))
+    num_streams = NEW_STREAMS if are_kept else STREAMS
+    streams = num_streams * stream_bytes(layout, routed) + gathered_bytes(layout)
+    channels = (NEW_HIDDEN if are_kept else HIDDEN) * layout.channels("ffn", hidden) * width
+    if not are_kept:
+        channels += saved_width(layout) * width + statistics_bytes(layout, heads)
+    tokens = streams + layout.tokens * channels
     if not routed or num_pieces(layout) > 1:
         return tokens
-    return tokens + tile_rows(layout) * waiting_tile_width(layout) * width
+    return tokens + tile_rows(layout) * waiting_tile_width(layout, are_kept=are_kept) * width
 
 
-def made_bytes(layout: Layout, routed: bool) -> int:
+def made_bytes(layout: Layout, routed: bool, *, are_kept: bool) -> int:
     """Return what lies beside that while experts' products run.
 
     Of tokens that are exchanged in pieces only those of a piece are there: a loop goes through them
@@ -109,19 +121,22 @@ def made_bytes(layout: Layout, routed: bool) -> int:
     if not routed:
         return 0
     hidden = layout.channels("ffn", layout.cfg.model.moe.expert_dim)
-    a_row = TILE_HIDDEN * hidden
-    if num_pieces(layout) > 1:
-        a_row += waiting_tile_width(layout)
+    in_pieces = num_pieces(layout) > 1
+    a_row = (NEW_UNTIL_MADE if are_kept and not in_pieces else TILE_HIDDEN) * hidden
+    if in_pieces:
+        a_row += waiting_tile_width(layout, are_kept=False)
     return tile_rows(layout) * a_row * layout.compute_bytes
 
 
-def waiting_tile_width(layout: Layout) -> int:
+def waiting_tile_width(layout: Layout, *, are_kept: bool) -> int:
     """Return the elements a row of the tiles that the gradients of experts' weights are made from.
 
     Inputs and gradients of results, the hidden rows and the gradients of gate and up.
     """
     model = layout.cfg.model
-    return 2 * model.embed_dim + TILE_HIDDEN * layout.channels("ffn", model.moe.expert_dim)
+    num_hidden = NEW_TILE_HIDDEN if are_kept else TILE_HIDDEN
+    hidden = num_hidden * layout.channels("ffn", model.moe.expert_dim)
+    return (1 if are_kept else 2) * model.embed_dim + hidden
 
 
 def saved_width(layout: Layout) -> int:

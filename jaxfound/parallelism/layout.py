@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jaxfound.config.parallel import AXES, AxisName
 from jaxfound.config.params import LAYER_DIMS, ParamSpec, ParamTable
@@ -18,6 +19,19 @@ FORMAT_BYTES = {"float32": 4, "bfloat16": 2}
 type Place = Callable[[Dims, tuple[int, ...]], Axes]
 
 
+class PackedRows(NamedTuple):
+    """What the packed rows of a text ask of attention.
+
+    Attributes:
+        places: documents of a row that attention has places for.
+        fit: whether every row's do; if not, a program holds room for attention that writes its
+            scores out too.
+    """
+
+    places: int
+    fit: bool
+
+
 @dataclass(frozen=True)
 class Layout:
     """A config, its parameters and the axes that cut them.
@@ -29,6 +43,8 @@ class Layout:
         remat: recomputation policy.
         num_microbatches: pieces of the global batch.
         pipeline: the schedule of the stages; None without stages.
+        packed: the rows, where the text is known; None for as many places as the kernel's default,
+            which fit.
     """
 
     cfg: RunConfig
@@ -37,6 +53,7 @@ class Layout:
     remat: str
     num_microbatches: int
     pipeline: Pipeline | None = None
+    packed: PackedRows | None = None
 
     def degree(self, axis: AxisName) -> int:
         """Return the devices along `axis`."""

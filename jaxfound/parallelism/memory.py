@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jaxfound.config.params import ParamTable
-from jaxfound.parallelism.activations import kept_bytes, stage_slot_bytes, stream_bytes
+from jaxfound.parallelism.activations import (
+    kept_bytes,
+    stage_slot_bytes,
+    stream_bytes,
+    widest_layer_bytes,
+)
 from jaxfound.parallelism.backward import Moment, moments_of
 from jaxfound.parallelism.layout import FLOAT32_BYTES, Layout, Place, in_layer
 from jaxfound.parallelism.weights import (
@@ -220,7 +225,7 @@ class State:
 
     def peaks(self, layout: Layout, *, architecture: str) -> Iterator[Peak]:
         """Yield what a step holds where it may need the most: a layer, the ends, the update."""
-        moments = moments_of(layout, architecture=architecture)
+        moments = moments_of(layout, architecture=architecture, are_kept=self.left is not None)
         if self.stages is not None:
             yield from self.staged_peaks(layout, moments, self.stages)
             return
@@ -259,7 +264,7 @@ class State:
         for m in moments:
             there = summed + self.end_gradients
             yield Peak(there, kept + m.activations, 0, copies + m.weights, m.workspace)
-        last = max(m.activations for m in moments)
+        last = widest_layer_bytes(layout) + max(m.activations for m in moments)
         yield Peak(summed + left.gradients, last, 0, copies)
         yield Peak(summed or left.gradients, buffers=self.regathered)
 

@@ -27,7 +27,7 @@ from jaxfound.parallelism.explain import (
     terms_line,
     verdict_text,
 )
-from jaxfound.parallelism.layout import Layout
+from jaxfound.parallelism.layout import Layout, PackedRows
 from jaxfound.parallelism.legal import layout_of, resolve_degrees
 from jaxfound.parallelism.memory import (
     MARGIN,
@@ -188,6 +188,7 @@ def make_plan(
     *,
     params: ParamTable,
     optimizer_slots: Slots | None = None,
+    packed: PackedRows | None = None,
 ) -> ParallelPlan:
     """Decide the layout of `cfg` on a topology, or refuse it with the numbers.
 
@@ -198,6 +199,7 @@ def make_plan(
         topology: what there is; a number is that many devices of one host and unknown kind.
         params: the model's parameters, from `models.describe`.
         optimizer_slots: what the update rule keeps; AdamW's two moments by default.
+        packed: what the rows of the text ask of attention, where that is known.
 
     Raises:
         PlanError: the degrees, the batch or a dimension do not divide, or tensor leaves its host.
@@ -207,6 +209,7 @@ def make_plan(
     slots = adam_slots(params) if optimizer_slots is None else optimizer_slots
     degrees = resolve_degrees(cfg, topology.num_devices)
     asked, notes = layout_of(cfg, degrees, params)
+    asked = replace(asked, packed=packed)
     layout, ledger = choose_remat(asked, slots=slots, topology=topology)
     amounts = amounts_of(layout)
     placement = best_placement(degrees, topology, amounts)

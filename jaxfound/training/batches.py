@@ -12,6 +12,7 @@ from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
 from jaxfound.models.execution import Documents, Execution, execution_of
 from jaxfound.parallelism.context import arranged, context_degree, places_of
+from jaxfound.parallelism.layout import PackedRows
 from jaxfound.parallelism.plan import ParallelPlan
 from pallas_kernels.flash_attention.op import default_max_segments
 
@@ -79,6 +80,15 @@ def most_documents(cfg: RunConfig, *, most_pieces: int) -> int | None:
     if documents_of(cfg, most_pieces=most_pieces) != "checked":
         return None
     return max(LEAST_PLACES, 1 << (most_pieces - 1).bit_length())
+
+
+def packed_rows(cfg: RunConfig, *, most_pieces: int) -> PackedRows | None:
+    """Return what a run's rows ask of attention, for its plan; None where they are one document."""
+    documents = documents_of(cfg, most_pieces=most_pieces)
+    if documents == "joined":
+        return None
+    places = most_documents(cfg, most_pieces=most_pieces)
+    return PackedRows(places or default_max_segments(cfg.train.seq_len), fit=documents == "checked")
 
 
 def execution_for(plan: ParallelPlan, cfg: RunConfig, *, most_pieces: int) -> Execution:

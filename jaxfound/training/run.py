@@ -29,7 +29,13 @@ from jaxfound.resources.metrics import RESUME, MetricsWriter
 from jaxfound.resources.preflight import check_host
 from jaxfound.resources.run_directory import RunDirectory
 from jaxfound.resources.topology import Device, Topology
-from jaxfound.training.batches import batch_like, execution_for, local_rows, to_devices
+from jaxfound.training.batches import (
+    batch_like,
+    execution_for,
+    local_rows,
+    packed_rows,
+    to_devices,
+)
 from jaxfound.training.checkpoints import open_checkpoints
 from jaxfound.training.compiler_flags import options_for
 from jaxfound.training.continues import check_continues
@@ -117,7 +123,8 @@ def start(
     check_virtual(cfg, platform=devices[0].platform)
     check_precision(cfg.precision, table)
     slots = optimizer_slots(cfg.optimizer, table)
-    plan = make_plan(cfg, Topology.of(devices), params=table, optimizer_slots=slots)
+    planned = partial(make_plan, cfg, Topology.of(devices), params=table, optimizer_slots=slots)
+    planned()
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
@@ -132,6 +139,8 @@ def start(
     prepared = prepare_once(plane, cfg, tokenizer)
     held_out = () if prepared.eval is None else (prepared.eval,)
     fullest = max(split.most_pieces for split in (prepared.train, *held_out))
+    # Again, now that the rows are known.
+    plan = planned(packed=packed_rows(cfg, most_pieces=fullest))
     execution = execution_for(plan, cfg, most_pieces=fullest)
     return Run(
         cfg=cfg,

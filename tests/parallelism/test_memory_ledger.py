@@ -2,15 +2,18 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jaxfound.config import PRESETS, ModelConfig, parse
+from jaxfound.config.load import load
 from jaxfound.config.params import ParamSpec, ParamTable
 from jaxfound.config.precision import PrecisionConfig, PrecisionRule
 from jaxfound.models import describe
 from jaxfound.parallelism import make_plan
 from jaxfound.parallelism.backward import FUSED_HEAD_DIM
+from jaxfound.parallelism.layout import PackedRows
 from jaxfound.parallelism.legal import layout_of, resolve_degrees
 from jaxfound.parallelism.memory import Slots, adam_slots
 from jaxfound.parallelism.weights import copied_bytes, regathered_bytes
@@ -19,6 +22,7 @@ from jaxfound.training.optimizer import optimizer_slots
 from pallas_kernels.flash_attention import cudnn
 from tests.models.tiny import model_config, run_config
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 H200 = Topology.parse("8:h200")
 # Two matrices and a norm of two layers, an embedding, and a router's bias that no optimizer moves.
 TABLE = ParamTable(
@@ -295,3 +299,26 @@ def test_a_model_that_fits_nowhere_asks_for_devices():
     text = way_out(1000, data=8)
     assert "more devices, or a smaller model" in text
     assert "even with" in text
+
+
+def test_packed_rows_that_are_known_have_the_places_that_they_need():
+    cfg = load(CONFIGS / "dense-100m.yaml")
+    table = describe(cfg.model)
+
+    def needs(packed):
+        found = make_plan(cfg, Topology.parse("1:h200"), params=table, packed=packed).ledger
+        margin = found.of("margin")
+        return found.of("activations"), found.of("workspace"), found.total_bytes - margin
+
+    # 2,048 tokens have 16 places unless the text is known to need others.
+    assert needs(None) == needs(PackedRows(16, fit=True))
+    two, sixteen = (needs(PackedRows(n, fit=True)) for n in (2, 16))
+    unfit = needs(PackedRows(16, fit=False))
+    # One float32 for each token, head and place in each layer; cuDNN's workspace likewise.
+    assert sixteen[0] - two[0] == 14 * 4 * 32 * 2048 * 8 * cfg.model.num_layers
+    assert sixteen[1] == 8 * two[1]
+    # Rows without places take attention that writes scores out, beside cuDNN's.
+    assert unfit[2] > sixteen[2]
+    joined = cfg.model_copy(update={"train": cfg.train.model_copy(update={"documents": "joined"})})
+    alone = make_plan(joined, Topology.parse("1:h200"), params=table).ledger
+    assert alone.of("activations") < two[0]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxfound.data.batch import Batch
+from jaxfound.parallelism.layout import PackedRows
 from jaxfound.resources.checkpoint import CheckpointManager
 from jaxfound.resources.run_directory import RunDirectory
-from jaxfound.training.batches import execution_for, most_documents
+from jaxfound.training.batches import execution_for, most_documents, packed_rows
 from jaxfound.training.evaluate import EvalResult
 from jaxfound.training.events import NonFiniteError
 from jaxfound.training.loop import Parts, fit, never
@@ -205,6 +206,10 @@ def test_a_run_vouches_for_its_own_rows_and_knows_the_fullest(tmp_path):
     assert run.frame.execution.documents == ("checked" if rows.max() <= 8 else "runs")
     places = most_documents(run.cfg, most_pieces=int(rows.max()))
     assert run.frame.execution.most_documents == places
+    assert packed_rows(run.cfg, most_pieces=places) == PackedRows(places, fit=True)
+    many = default_max_segments(run.cfg.train.seq_len) + 1
+    assert packed_rows(run.cfg, most_pieces=many) == PackedRows(many - 1, fit=False)
     joined = start(tiny(tmp_path, "train.documents=joined", "runs_dir=" + str(tmp_path / "other")))
     assert joined.frame.execution.documents == "joined"
     assert joined.frame.execution.most_documents is None
+    assert packed_rows(joined.cfg, most_pieces=1) is None
