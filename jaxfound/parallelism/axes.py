@@ -156,7 +156,7 @@ class ShardingRules:
         """Pin an activation to its place on the mesh in force; without a mesh it is `x`."""
         return _pin(x, self.activation_spec(dims))
 
-    def gather(self, w: jax.Array, *dims: str | None, picked: bool = False) -> jax.Array:
+    def gather(self, w: jax.Array, *dims: str | None) -> jax.Array:
         """Pin a parameter to its place during use, which all-gathers what fsdp split.
 
         Left to itself the partitioner may gather activations instead and split the product over
@@ -167,9 +167,6 @@ class ShardingRules:
         Args:
             w: the parameter, in the format of its use.
             dims: their names.
-            picked: whether rows are picked and not multiplied. The sum of their gradient is then
-                formed whole: cut before, every token would be exchanged, and one device would add
-                all of them in the format of `w`.
         """
         if jax.sharding.get_abstract_mesh().empty:
             return w
@@ -181,12 +178,21 @@ class ShardingRules:
             return whole(w), None
 
         def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
-            grad = _pin(grad, self.gathered_spec(dims)) if picked else grad
             return (self.constrain_grad(grad, *dims) if self.zero_stage >= 2 else grad,)
 
         gathered = jax.custom_vjp(whole)
         gathered.defvjp(forward, backward)
         return gathered(w)
+
+    def sum_of_picked(self, grad: jax.Array, *dims: str | None) -> jax.Array:
+        """Pin the gradient of a table whose rows were picked and not multiplied.
+
+        Its sum is formed whole: cut before, every token would be exchanged.
+        """
+        if jax.sharding.get_abstract_mesh().empty:
+            return grad
+        grad = _pin(grad, self.gathered_spec(dims))
+        return self.constrain_grad(grad, *dims) if self.zero_stage >= 2 else grad
 
     def constrain_used(self, w: jax.Array, *dims: str | None) -> jax.Array:
         """Pin an array the shape of a parameter to where the parameter lies while it is used."""

@@ -55,6 +55,13 @@ PEER_27 = (
     f"{WHOLE} model.embed_dim=2560 model.num_layers=32 model.num_heads=20 "
     "model.gqa.num_kv_heads=20 model.ffn_dim=6912 train.seq_len=4096 train.batch_size=4"
 )
+# configs/dense-100m.yaml: hardly any logits, so that it peaks in a layer, and documents apart.
+PEAK_IN_A_LAYER = (
+    "model.vocab_size=384 model.embed_dim=1024 model.num_layers=8 model.num_heads=8 "
+    "model.gqa.num_kv_heads=8 model.rope.theta=10000.0 model.ffn_dim=2816 "
+    "model.tie_embeddings=true train.batch_size=32 train.seq_len=2048 train.loss_chunk=0 "
+    "parallel.layers_per_scan_step=all"
+)
 IN_FP8 = 'precision.rules=[{"pattern":"layers.*","format":"fp8"}]'
 # configs/moe-2.8b.yaml.
 LITE_5 = (
@@ -81,6 +88,7 @@ CASES: Mapping[str, Case] = {
     "2.7 B, in fp8, two micro-batches": Case(
         "llama3-8b", "1:h200", f"{PEER_27} {IN_FP8} parallel.num_microbatches=2"
     ),
+    "0.1 B, documents apart": Case("llama3-8b", "1:h200", PEAK_IN_A_LAYER),
     "5 layers of deepseek-v2-lite": Case("deepseek-v2-lite", "1:h200", LITE_5),
     "5 layers of deepseek-v2-lite, in fp8": Case(
         "deepseek-v2-lite", "1:h200", f"{LITE_5} {IN_FP8}"

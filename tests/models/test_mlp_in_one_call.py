@@ -44,9 +44,10 @@ def matrices_taken(text):
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_what_lies_between_the_products_is_made_and_rounded_by_two_kernels():
+def test_what_lies_between_the_products_is_made_and_rounded_by_three_kernels():
     taken = matrices_taken(lowered(EVERYWHERE))
-    assert (taken.count(2), taken.count(3)) == (1, 1)
+    # Gate and up, or gate and a gradient; gate, up and a gradient.
+    assert (taken.count(2), taken.count(3)) == (2, 1)
     assert taken.count(1) > 6
 
 

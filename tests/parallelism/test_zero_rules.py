@@ -1,7 +1,7 @@
 """Which dim of which array fsdp cuts at each ZeRO stage, decided from names and sizes alone."""
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,10 @@ from jaxfound.config import PRESETS
 from jaxfound.config.model import ModelConfig
 from jaxfound.config.parallel import AXES
 from jaxfound.config.params import ParamSpec, ParamTable
+from jaxfound.config.precision import PrecisionConfig
 from jaxfound.models import describe
+from jaxfound.models.execution import Execution
+from jaxfound.models.layers.embedding import TABLE, picked_rows
 from jaxfound.parallelism import ParallelPlan, ShardingRules, build_mesh, make_plan, zero
 from tests.models.tiny import model_config, run_config
 
@@ -108,30 +111,45 @@ def test_without_sizes_the_dim_that_asks_is_cut():
 STORED, WHOLE = P("fsdp", "tensor"), P(None, "tensor")
 
 
-@pytest.mark.multidevice
-@pytest.mark.parametrize(
-    ("stage", "picked", "pins"),
-    [
-        (3, False, [STORED, WHOLE, STORED]),
-        (2, False, [WHOLE, WHOLE, STORED]),
-        (1, False, [WHOLE, WHOLE]),
-        (3, True, [STORED, WHOLE, WHOLE, STORED]),
-    ],
-)
-def test_a_weight_is_pinned_in_its_format_of_use_and_its_gradient_where_it_is_summed(
-    stage, picked, pins
-):
+def pins_of(stage, used):
+    """Where what `used` makes of a weight and its gradient is pinned, and in which format."""
     plan = ParallelPlan(degrees=(1, 1, 4, 1, 1, 2))
     mesh, rules = build_mesh(plan), rules_of(stage, fsdp=4, tensor=2)
-
-    def used(w):
-        return rules.gather(w.astype(jnp.bfloat16), "embed", "ffn", picked=picked).sum()
-
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jaxpr = jax.make_jaxpr(jax.grad(used))(jnp.ones((8, 4)))
-    found = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
-    assert [e.params["sharding"].spec for e in found] == pins
-    assert {e.outvars[0].aval.dtype for e in found} == {jnp.dtype("bfloat16")}
+        jaxpr = jax.make_jaxpr(jax.grad(partial(used, rules)))(jnp.ones((8, 4)))
+    # What is not differentiated is a call of its own.
+    inner = [getattr(e.params.get("call_jaxpr"), "eqns", [e]) for e in jaxpr.eqns]
+    found = [e for part in inner for e in part if e.primitive.name == "sharding_constraint"]
+    return [(e.params["sharding"].spec, e.outvars[0].aval.dtype.name) for e in found]
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(
+    ("stage", "pins"),
+    [
+        (3, [STORED, WHOLE, STORED]),
+        (2, [WHOLE, WHOLE, STORED]),
+        (1, [WHOLE, WHOLE]),
+    ],
+)
+def test_a_weight_is_pinned_in_its_format_of_use_and_its_gradient_where_it_is_summed(stage, pins):
+    used = lambda rules, w: rules.gather(w.astype(jnp.bfloat16), "embed", "ffn").sum()
+    assert pins_of(stage, used) == [(pin, "bfloat16") for pin in pins]
+
+
+@pytest.mark.multidevice
+def test_the_gradient_of_picked_rows_is_summed_whole_in_float32_and_then_cut():
+    def used(rules, table):
+        in_bfloat16 = PrecisionConfig(compute="bfloat16")
+        run = Execution(precision=in_bfloat16, rules=rules)
+        return picked_rows(table, jnp.zeros((2, 3), jnp.int32), run).sum()
+
+    rules = rules_of(3, fsdp=4, tensor=2)
+    stored, whole = rules.param_spec(TABLE, (8, 4)), rules.gathered_spec(TABLE)
+    assert stored != whole
+    assert pins_of(3, used) == [
+        (stored, "bfloat16"), (whole, "bfloat16"), (whole, "float32"), (stored, "float32"),
+    ]  # fmt: skip
 
 
 DEGREES = [

@@ -37,6 +37,16 @@ def test_the_number_is_that_of_the_formula(shape):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("spec", [P(), P("x", "y"), P("y")], ids=str)
+def test_an_array_looked_at_in_parts_has_the_number_of_the_devices(dtype, spec, monkeypatch):
+    monkeypatch.setattr("jaxfound.resources.checkpoint.fingerprint.PART_BYTES", 64)
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 7, (8, 4, 6)), dtype)
+    table = {("x",): jax.device_put(x, NamedSharding(mesh, spec)), ("y",): x[0, 0, 0]}
+    assert Prints(table, when="on_read").read() == Prints(table).read()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_every_format_has_a_number_that_sees_every_element(dtype):
     x = np.asarray(jnp.arange(6).astype(dtype)).reshape(2, 3)
     first = number(jnp.asarray(x))

@@ -13,6 +13,8 @@ from jaxfound.models.layers.parameter import weight
 from jaxfound.parallelism.stream import to_stream
 
 NEG_INF = -1e30
+# Dims of an embedding's table.
+TABLE = ("vocab", "embed")
 
 
 class Embedding(nnx.Module):
@@ -26,42 +28,45 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the rows of tokens [B T] as [B T D]; ids outside the vocabulary give NaN."""
-        run = self.execution
-        table = self.table[...].astype(run.dtype)
-        table = run.rules.gather(table, "vocab", "embed", picked=True)
+        run, table = self.execution, self.table[...]
         # Past the table, because a negative index would count from its end.
         known = (tokens >= 0) & (tokens < self.vocab_size)
-        rows_read = jnp.where(known, tokens, table.shape[0])
-        rows = picked_rows(table, rows_read)
+        rows = picked_rows(table, jnp.where(known, tokens, table.shape[0]), run)
         # Whole first: left to the partitioner, tokens would be cut and the table gathered.
         rows = run.rules.constrain(rows, "batch", "seq", "embed")
         return to_stream(rows, run.rules)
 
 
-@jax.custom_vjp
-def picked_rows(table: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Return the rows of a table by number; numbers behind its end give NaN.
+@partial(jax.custom_vjp, nondiff_argnames=("run",))
+def picked_rows(
+    table: Float[Array, "V D"], ids: Int[Array, "B T"], run: Execution
+) -> Float[Array, "B T D"]:
+    """Return rows of a table by number, in the format of compute; numbers behind its end give NaN.
 
     Gradients of a row are added up in float32: a token that is frequent has thousands of them, and
     to a sum in bfloat16 all but the first few hundred are too small to change it.
     """
-    return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
+    return _picked_forward(table, ids, run)[0]
 
 
 def _picked_forward(
-    table: Float[Array, "V D"], ids: Int[Array, "B T"]
+    table: Float[Array, "V D"], ids: Int[Array, "B T"], run: Execution
 ) -> tuple[Float[Array, "B T D"], tuple[Int[Array, "B T"], Float[Array, "V 0"]]]:
+    used = run.rules.gather(table.astype(run.dtype), *TABLE)
+    rows = jnp.take(used, ids, axis=0, mode="fill", fill_value=jnp.nan)
     # An array of no columns says how many rows there are, and in what format.
-    return picked_rows(table, ids), (ids, table[:, :0])
+    return rows, (ids, table[:, :0])
 
 
 def _picked_backward(
-    saved: tuple[Int[Array, "B T"], Float[Array, "V 0"]], grad: Float[Array, "B T D"]
+    run: Execution,
+    saved: tuple[Int[Array, "B T"], Float[Array, "V 0"]],
+    grad: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "V D"], None]:
     ids, like = saved
-    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    sums = jnp.zeros((like.shape[0], grad.shape[-1]), wide.dtype).at[ids].add(wide, mode="drop")
-    return sums.astype(like.dtype), None
+    sums = jnp.zeros((like.shape[0], grad.shape[-1]), like.dtype)
+    sums = sums.at[ids].add(grad.astype(like.dtype), mode="drop")
+    return run.rules.sum_of_picked(sums, *TABLE), None
 
 
 picked_rows.defvjp(_picked_forward, _picked_backward)

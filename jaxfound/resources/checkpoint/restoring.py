@@ -222,7 +222,7 @@ class Restorer:
         fault = self._agreed("read", fault)
         if not fault:
             differ = fingerprint.differing(
-                fingerprint.Prints(arrays).read(), found.manifest.fingerprints
+                fingerprint.Prints(arrays, when="on_read").read(), found.manifest.fingerprints
             )
             fault = self._agreed("compare", "; ".join(differ[:MAX_NAMED]))
         if fault:
