@@ -14,8 +14,8 @@ tl: Any = None
 
 # Functions here that the kernels call.
 USES = (
-    *("lines_of", "in_memory_order", "loaded", "finite_or_nan", "divided", "rounded_tile"),
-    *("keep", "store_turned", "keep_turned", "keep_both", "sigmoid"),
+    *("lines_of", "in_memory_order", "loaded", "finite_or_nan", "divided", "scale_of"),
+    *("rounded_tile", "keep", "store_turned", "keep_turned", "keep_both", "sigmoid"),
 )
 
 
@@ -60,10 +60,18 @@ def divided(x: "Any", by: "Any", inverse: "Any") -> "Any":
     """A quotient as division rounds it, by the reciprocal and one correction by what is left over.
 
     Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
-    A division in each element would be what takes the time.
     """
     quotient = x * inverse
     return tl.fma(tl.fma(-quotient, by, x), inverse, quotient)
+
+
+def scale_of(
+    largest: "Any", LARGEST: "constexpr", SMALLEST_SCALE: "constexpr"
+) -> "tuple[Any, Any]":
+    """The scale of lines whose largest magnitudes these are, and its reciprocal."""
+    scale = tl.maximum(divided(largest, LARGEST, 1.0 / LARGEST), SMALLEST_SCALE)
+    scale = tl.where(largest > 0, scale, 1.0)
+    return scale, divided(1.0, scale, 1.0 / scale)
 
 
 def sigmoid(x: "Any") -> "Any":
@@ -78,13 +86,10 @@ def rounded_tile(
     """Elements of a tile in float32, and a scale for each of its lines along AXIS.
 
     NaN is in no maximum. The cast that follows rounds to nearest and takes what is larger than the
-    largest element, by an error of the quotient, for that one.
+    largest element, by an error of the product, for that one.
     """
-    largest = tl.max(tl.abs(tile), axis=AXIS)
-    scale = tl.maximum(divided(largest, LARGEST, 1.0 / LARGEST), SMALLEST_SCALE)
-    scale = tl.where(largest > 0, scale, 1.0)
-    inverse = 1.0 / scale
-    return divided(tile, tl.expand_dims(scale, AXIS), tl.expand_dims(inverse, AXIS)), scale
+    scale, inverse = scale_of(tl.max(tl.abs(tile), axis=AXIS), LARGEST, SMALLEST_SCALE)
+    return tile * tl.expand_dims(inverse, AXIS), scale
 
 
 def keep(
@@ -249,9 +254,8 @@ def squares(
     tile = finite_or_nan(tile)
 
     largest = tl.max(tl.max(tl.abs(tile), axis=1), axis=0)
-    scale = tl.maximum(divided(largest, LARGEST, 1.0 / LARGEST), SMALLEST_SCALE)
-    scale = tl.where(largest > 0, scale, 1.0)
-    elements = divided(tile, scale, 1.0 / scale)
+    scale, inverse = scale_of(largest, LARGEST, SMALLEST_SCALE)
+    elements = tile * inverse
 
     width, height = tl.num_programs(0), tl.num_programs(1)
     start = matrix * width * height * (BLOCK * BLOCK)

@@ -31,7 +31,7 @@ class Embedding(nnx.Module):
         run, table = self.execution, self.table[...]
         # Past the table, because a negative index would count from its end.
         known = (tokens >= 0) & (tokens < self.vocab_size)
-        rows = picked_rows(table, jnp.where(known, tokens, table.shape[0]), run)
+        rows: jax.Array = picked_rows(table, jnp.where(known, tokens, table.shape[0]), run)
         # Whole first: left to the partitioner, tokens would be cut and the table gathered.
         rows = run.rules.constrain(rows, "batch", "seq", "embed")
         return to_stream(rows, run.rules)
