@@ -2,6 +2,7 @@
 
 import typer
 
+from jaxfound.cli.bench_bound import bound_command
 from jaxfound.cli.bench_checkpoints import checkpoints_command
 from jaxfound.cli.bench_decode import decode_command
 from jaxfound.cli.bench_kernels import kernels_command, tune_command
@@ -21,6 +22,7 @@ def bench() -> None:
 bench_app.command("kernels")(kernels_command)
 bench_app.command("tune")(tune_command)
 bench_app.command("train")(train_command)
+bench_app.command("bound")(bound_command)
 bench_app.command("pipeline")(pipeline_command)
 bench_app.command("ledger")(ledger_command)
 bench_app.command("serve")(bench_serve_command)

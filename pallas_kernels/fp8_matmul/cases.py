@@ -114,6 +114,8 @@ TRAINING_SIZES: tuple[tuple[int, int, int], ...] = (
     (16384, 4096, 4096),
     (16384, 14336, 4096),
     (16384, 4096, 14336),
+    (16384, 1024, 4096),
+    (16384, 4096, 1024),
 )
 WGRAD_SIZES: tuple[tuple[int, int, int], ...] = (
     (2560, 2560, 16384),
@@ -122,6 +124,7 @@ WGRAD_SIZES: tuple[tuple[int, int, int], ...] = (
     (4096, 4096, 16384),
     (4096, 14336, 16384),
     (14336, 4096, 16384),
+    (4096, 1024, 16384),
 )
 # (odd, the next multiple of 64, 8, 128).
 BENCH_ODD: tuple[tuple[tuple[int, int, int], tuple[int, int, int]], ...] = (

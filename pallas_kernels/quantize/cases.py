@@ -74,6 +74,9 @@ BENCH_SHAPES: tuple[tuple[int, int], ...] = (
     # Of training with 16,384 tokens.
     (16384, 2560),
     (16384, 6912),
+    (16384, 1024),
+    (16384, 4096),
+    (16384, 14336),
 )
 
 
