@@ -14,7 +14,7 @@ from jaxfound.models.execution import Documents, Execution, execution_of
 from jaxfound.parallelism.context import arranged, context_degree, places_of
 from jaxfound.parallelism.layout import PackedRows
 from jaxfound.parallelism.plan import ParallelPlan
-from pallas_kernels.flash_attention.op import default_max_segments
+from pallas_kernels.flash_attention.op import MAX_SEGMENTS, default_max_segments
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,15 @@ def documents_of(cfg: RunConfig, *, most_pieces: int) -> Documents:
     """Return how attention keeps the documents of a run's rows apart.
 
     The data room leaves them as runs with padding last, so it vouches for rows that have a place
-    for each; where one has more, every call looks.
+    for each; where one has more, every call looks. There may be more places than the kernel's
+    default: a run's plan counts them.
 
     Args:
         most_pieces: documents, or pieces of them, in the fullest row.
     """
     if cfg.train.documents == "joined":
         return "joined"
-    return "checked" if most_pieces <= default_max_segments(cfg.train.seq_len) else "runs"
+    return "checked" if most_pieces <= MAX_SEGMENTS else "runs"
 
 
 def most_documents(cfg: RunConfig, *, most_pieces: int) -> int | None:
@@ -102,7 +103,7 @@ def execution_for(plan: ParallelPlan, cfg: RunConfig, *, most_pieces: int) -> Ex
             "attention.too_many_documents",
             extra={
                 "in_a_row": most_pieces,
-                "places": default_max_segments(cfg.train.seq_len),
+                "places": MAX_SEGMENTS,
                 "then": "a GPU computes batches with such rows by XLA, many times slower",
                 "instead": "a shorter train.seq_len, longer documents, or train.documents=joined",
             },

@@ -144,6 +144,16 @@ def test_rows_of_a_text_hold_hardly_more_documents_than_on_average():
     assert limited.max() == free.max()
 
 
+def test_rows_of_more_than_attention_ever_has_places_for_may_cost_some_padding():
+    lengths = np.full(6000, 15)
+    free = assign(lengths, seq_len=1024, packing="packed", most_pieces=len(lengths))
+    limited = assign(lengths, seq_len=1024, packing="packed")
+    assert np.bincount(free).max() == 68
+    assert np.bincount(limited).max() <= 64
+    assert limited.max() + 1 <= 1.1 * (free.max() + 1)
+    assert np.bincount(limited, weights=lengths).max() <= 1024
+
+
 def test_a_limit_that_is_given_holds_whatever_it_costs():
     bin_P = assign(np.full(9, 2), seq_len=256, packing="packed", most_pieces=4)
     assert np.bincount(bin_P).tolist() == [4, 4, 1]

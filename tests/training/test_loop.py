@@ -19,7 +19,7 @@ from jaxfound.training.loop import Parts, fit, never
 from jaxfound.training.run import start
 from jaxfound.training.state import TrainState
 from jaxfound.training.step import StepMetrics
-from pallas_kernels.flash_attention.op import default_max_segments
+from pallas_kernels.flash_attention.op import MAX_SEGMENTS, default_max_segments
 from tests.training.tiny import StopAfter, tiny
 
 LIKE = {
@@ -189,7 +189,7 @@ def test_a_record_has_what_a_reader_looks_for(tmp_path, key):
 
 def test_rows_of_more_documents_than_attention_has_places_for_are_said(tmp_path, caplog):
     run = start(tiny(tmp_path))
-    places = default_max_segments(run.cfg.train.seq_len)
+    places = MAX_SEGMENTS
     caplog.clear()
     assert execution_for(run.plan, run.cfg, most_pieces=places).documents == "checked"
     assert not caplog.records
@@ -203,12 +203,14 @@ def test_a_run_vouches_for_its_own_rows_and_knows_the_fullest(tmp_path):
     run = start(tiny(tmp_path))
     rows = np.asarray(run.prepared.train.segment_ids)
     assert run.prepared.train.most_pieces == rows.max()
-    assert run.frame.execution.documents == ("checked" if rows.max() <= 8 else "runs")
+    assert run.frame.execution.documents == "checked"
     places = most_documents(run.cfg, most_pieces=int(rows.max()))
     assert run.frame.execution.most_documents == places
     assert packed_rows(run.cfg, most_pieces=places) == PackedRows(places, fit=True)
-    many = default_max_segments(run.cfg.train.seq_len) + 1
-    assert packed_rows(run.cfg, most_pieces=many) == PackedRows(many - 1, fit=False)
+    # More than a row this short has by the kernel's default.
+    assert packed_rows(run.cfg, most_pieces=MAX_SEGMENTS) == PackedRows(MAX_SEGMENTS, fit=True)
+    fit = packed_rows(run.cfg, most_pieces=MAX_SEGMENTS + 1)
+    assert fit == PackedRows(default_max_segments(run.cfg.train.seq_len), fit=False)
     joined = start(tiny(tmp_path, "train.documents=joined", "runs_dir=" + str(tmp_path / "other")))
     assert joined.frame.execution.documents == "joined"
     assert joined.frame.execution.most_documents is None
