@@ -22,6 +22,10 @@ SQUARES = "jax_triton_squares"
 # What XLA moves of SwiGLU and its gradients in bfloat16, which kernels that round take over: three
 # arrays as wide as the feed-forward, and five.
 SWIGLU_BYTES = (3 + 5) * 2
+ADD = (
+    "Add it: jaxfound bench kernels --op fp8_training --op fp8_wgrad --op quantize --rest-ms 0 "
+    "--settle-ms 300 --out FILE"
+)
 
 
 class Kernel(NamedTuple):
@@ -75,11 +79,9 @@ def bound_of(cfg: RunConfig, base: Mapping[str, Any], kernels: Mapping[str, Any]
     missing = sorted(set(products | rounding) - set(times))
     if missing:
         named = ", ".join(f"{k.op} {'x'.join(map(str, k.sizes))} ({k.backend})" for k in missing)
-        raise TrainingError(
-            f"the kernels' record has no time for {named}. Add it: jaxfound bench kernels "
-            "--rest-ms 0 --settle-ms 300, with --op fp8_training, fp8_wgrad and quantize"
-        )
-    squares = sum(size * _a_square(times, size) for size in matrices_of(cfg))
+        raise TrainingError(f"the kernels' record has no time for {named}. {ADD}")
+    sizes = [inputs * outputs for inputs, outputs in matrices(cfg)]
+    squares = sum(size * _a_square(times, size) for size in sizes)
     moved = SWIGLU_BYTES * cfg.train.batch_size * cfg.train.seq_len * model.ffn_dim
     moved_s = moved * model.num_layers / copy_speed(kernels)
     return Bound(
@@ -149,11 +151,6 @@ def matrices(cfg: RunConfig) -> list[tuple[int, int]]:
     return [*mixer, (width, hidden), (width, hidden), (hidden, width)]
 
 
-def matrices_of(cfg: RunConfig) -> list[int]:
-    """Return the elements of a layer's matrices."""
-    return [inputs * outputs for inputs, outputs in matrices(cfg)]
-
-
 def _widths(cfg: RunConfig) -> tuple[int, int]:
     gqa = cfg.model.gqa
     return cfg.model.num_heads * gqa.head_dim, gqa.num_kv_heads * gqa.head_dim
@@ -187,7 +184,9 @@ def _a_square(times: Mapping[Kernel, float], size: int) -> float:
     """Seconds an element of rounding a matrix in squares: of the one timed that is nearest."""
     timed = [kernel for kernel in times if kernel.backend == SQUARES]
     if not timed:
-        raise TrainingError("the kernels' record has no time for quantize in squares")
+        raise TrainingError(
+            f"the kernels' record has no time for quantize in squares ({SQUARES}). {ADD}"
+        )
     elements = lambda kernel: kernel.sizes[0] * kernel.sizes[1]
     nearest = min(timed, key=lambda kernel: abs(elements(kernel) - size))
     return times[nearest] / elements(nearest)

@@ -124,6 +124,7 @@ def start(
     check_precision(cfg.precision, table)
     slots = optimizer_slots(cfg.optimizer, table)
     planned = partial(make_plan, cfg, Topology.of(devices), params=table, optimizer_slots=slots)
+    # A layout that cannot work is refused before any text is read.
     planned()
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
