@@ -9,9 +9,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxfound.config.params import LAYER_DIMS
 from jaxfound.config.run import RunConfig
 from jaxfound.data.batch import Batch
-from jaxfound.models.build import Frame, in_main_stack
+from jaxfound.models.build import Frame, describe, in_main_stack
 from jaxfound.models.layers.router import updated_bias
 from jaxfound.models.quantized_once import quantized_once, with_quantized
 from jaxfound.parallelism.mesh import OnMesh, jit_on_mesh
@@ -30,6 +31,8 @@ from jaxfound.training.state import TrainState, state_shardings
 
 # Scope of the operations that add up the gradients of micro-batches, as profiles show it.
 ACCUMULATION = "accumulation"
+# Arrays whose concatenation XLA's GPU backend puts into a kernel that has no other result.
+FEW_LAYERS = 4
 type Grads = dict[str, jax.Array]
 # Numbers of a micro-batch's rows in the global batch; None where nothing depends on them.
 type Rows = Int[Array, " B"] | None
@@ -87,7 +90,7 @@ def make_train_step(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             counts = token_counts(batch, num_depths=cfg.model.mtp_depth)
             grads, terms = gradients(state, batch, frame=frame, cfg=cfg, counts=counts)
-            held, grads = beside_moments(state, grads, frame=frame)
+            held, grads = beside_moments(state, stacks_written(grads, frame=frame), frame=frame)
             norm = global_norm(grads, frame=frame)
             rate = schedule(state.step)
             finite = jnp.isfinite(objective_of(terms, counts, cfg=cfg)) & jnp.isfinite(norm)
@@ -157,6 +160,24 @@ def gradients(
     (grads, terms), _ = jax.lax.scan(add, zeros, cut)
     # Pinned behind the loop as well: what comes next would else decide where the sum lies in it.
     return frame.constrain_grads(grads), terms
+
+
+def stacks_written(grads: Grads, *, frame: Frame) -> Grads:
+    """Return gradients, those of short stacks as arrays that are written before anything uses them.
+
+    The gradient of layers that no loop goes over is a concatenation. Of up to `FEW_LAYERS` XLA's
+    GPU backend makes a kernel with one result: a parameter and its moments would take three that
+    read all of it, and copies of what the first overwrites.
+    """
+    if frame.stages is not None:
+        return grads
+    table = describe(frame.cfg)
+    few = {
+        path: g
+        for path, g in grads.items()
+        if table[path].dims[0] in LAYER_DIMS and 1 < g.shape[0] <= FEW_LAYERS
+    }
+    return {**grads, **jax.lax.optimization_barrier(few)}
 
 
 def global_norm(grads: Grads, *, frame: Frame) -> jax.Array:

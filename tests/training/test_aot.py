@@ -12,9 +12,10 @@ from jaxfound.communication.hlo import Collective
 from jaxfound.config.load import load
 from jaxfound.face import make_plan
 from jaxfound.parallelism.memory import Entry, Ledger
+from jaxfound.parallelism.mesh import build_mesh
 from jaxfound.resources.topology import Topology
 from jaxfound.training import TrainingError
-from jaxfound.training.aot import Target, compile_step, target_of
+from jaxfound.training.aot import Target, compile_step, compiled_text, target_of
 from jaxfound.training.buffers import source_line, temporaries, widest
 from jaxfound.training.compiled_step import Memory, Sent, compared
 from jaxfound.training.compiled_traffic import Traced, link_of, notes_of, span_of, wire_seconds
@@ -127,6 +128,21 @@ def test_an_h200_program_scatters_its_gradients_and_works_beside_collectives(on_
     assert step.work_s is not None
     assert 0 < step.work_s < step.waited_s
     assert all(0 <= row.covered <= 1 for row in step.traffic)
+
+
+@needs_plugin
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_one_kernel_updates_a_parameter_and_its_moments(num_layers, tmp_path):
+    # Layers that no loop goes over: few of them have gradients that XLA concatenates on their own.
+    model = {**DENSE, "num_layers": num_layers}
+    cfg = tiny(tmp_path, "parallel.layers_per_scan_step=all", "parallel.remat=none", model=model)
+    plan = make_plan(cfg, Topology.parse("1:h200"))
+    target = target_of(plan.topology)
+    mesh = build_mesh(plan, devices=target.devices)
+    text, _, _ = compiled_text(cfg, plan, mesh, target=target, folder=tmp_path)
+    entry = text[text.index("\nENTRY") :]
+    results = [line.split(" fusion(")[0] for line in entry.splitlines() if " fusion(" in line]
+    assert any(r.count(f"f32[{num_layers},32,16]") == 3 for r in results)
 
 
 def test_a_plans_workspace_is_compared_only_where_the_devices_were_asked():
