@@ -8,7 +8,7 @@ Where the last round of tiles would leave more than half of the blocks idle, its
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -67,7 +67,10 @@ class Tile:
 
 
 class Refs(NamedTuple):
-    """The kernel's memory: operands and result in device memory, stages in shared memory."""
+    """The kernel's memory: operands and result in device memory, stages in shared memory.
+
+    `added` are operands of products that are added, if any, one product's after the other's.
+    """
 
     a: Any
     b: Any
@@ -82,6 +85,7 @@ class Refs(NamedTuple):
     b_scales: Any = None
     a_scale_stages: Any = None
     b_scale_stages: Any = None
+    added: tuple[Any, ...] = ()
 
 
 class Work(NamedTuple):
@@ -323,11 +327,11 @@ class Product(ABC):
         self.walk(refs, tile)
         mosaic.wait_copy_out(0)
 
-    def launch(self, operands: Mapping[str, Array]) -> Array:
+    def launch(self, operands: Mapping[str, Array], *, added: Sequence[Array] = ()) -> Array:
         """Run on `operands`, named as in `Refs`, and return the result [*group, M, columns]."""
-        names = tuple(operands)
+        names = (*operands, *("added" for _ in added))
         run = self.kernel(names) if mosaic.is_interpreting() else _shared(self, names)
-        return run(*operands.values())
+        return run(*operands.values(), *added)
 
     def kernel(self, operands: tuple[str, ...]) -> Callable[..., Array]:
         """Return the launcher for operands of these names."""
@@ -356,7 +360,8 @@ def _shared(product: Product, operands: tuple[str, ...]) -> Callable[..., Array]
 
 def _body(product: Product, names: tuple[str, ...], *refs: Any) -> None:
     """The kernel: the last warpgroup copies, the others compute."""
-    memory = Refs(**dict(zip(names, refs, strict=True)))
+    named = list(zip(names, refs, strict=True))
+    memory = Refs(**dict(named))._replace(added=tuple(r for name, r in named if name == "added"))
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < product.tile.num_groups)

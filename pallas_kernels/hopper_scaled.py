@@ -5,8 +5,11 @@ are the same length, so a step is one barrier, four wgmma and one promotion to f
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import accumulate, batched
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -32,9 +35,11 @@ class ScaledProduct(Product):
 
     Attributes:
         b_scales_by_row: B has tiles of 1x128; otherwise squares of 128x128.
+        ends: where not empty, the product is a sum of products; the step behind each one's last.
     """
 
     b_scales_by_row: bool = False
+    ends: tuple[int, ...] = ()
 
     @property
     def num_copies(self) -> int:
@@ -57,15 +62,26 @@ class ScaledProduct(Product):
 
     def copy_step(self, refs: Refs, work: Work, *, index: Any, slot: Any) -> None:
         """Start the copies of both operands and their scales."""
+        k = work.first_block + index
+        copy = partial(self._copy_operands, refs, work, slot=slot)
+        operands = (refs.a, refs.b, refs.a_scales), *batched(refs.added, 3, strict=True)
+        if len(operands) == 1:
+            copy(*operands[0], k=k)
+        for these, first, end in zip(operands, (0, *self.ends), self.ends):
+            pl.when((k >= first) & (k < end))(partial(copy, *these, k=k - first))
+
+    def _copy_operands(
+        self, refs: Refs, work: Work, a: Any, b: Any, a_scales: Any, *, k: Any, slot: Any
+    ) -> None:
+        """Start the copies of block `k` of two operands and their scales."""
         rows = pl.ds(work.row_tile * self.tile.rows, self.tile.rows)
         columns, width = pl.ds(work.first_column, work.columns), pl.ds(0, work.columns)
-        b = refs.b.at[work.group] if self.grouping == "rows" else refs.b
-        k = work.first_block + index
         inner, full = pl.ds(k * BLOCK, BLOCK), refs.full.at[slot]
-        mosaic.copy_in(refs.a.at[rows, inner], refs.a_stages.at[slot], full, **self.sharing("a"))
+        b = b.at[work.group] if self.grouping == "rows" else b
+        mosaic.copy_in(a.at[rows, inner], refs.a_stages.at[slot], full, **self.sharing("a"))
         b_stage = refs.b_stages.at[slot, width]
         mosaic.copy_in(b.at[columns, inner], b_stage, full, **self.sharing("b"))
-        mosaic.copy_in(refs.a_scales.at[k, rows], refs.a_scale_stages.at[slot], full)
+        mosaic.copy_in(a_scales.at[k, rows], refs.a_scale_stages.at[slot], full)
         if self.b_scales_by_row:
             stage = refs.b_scale_stages.at[slot, width]
             mosaic.copy_in(refs.b_scales.at[k, columns], stage, full)
@@ -123,6 +139,14 @@ class ScaledProduct(Product):
         return tuple(found)
 
 
+class Operands(NamedTuple):
+    """What a further product of a sum is of, as `block_scaled_product` takes it."""
+
+    a: Float[Array, "m k"]
+    b: Float[Array, "n k"]
+    a_scales: Float[Array, "k_blocks m_padded"]
+
+
 def block_scaled_product(
     a: Float[Array, "m k"],
     b: Float[Array, "n k"] | Float[Array, "g n k"],
@@ -136,6 +160,7 @@ def block_scaled_product(
     out_dtype: jax.typing.DTypeLike,
     groups: Int[Array, " groups"] | None = None,
     grouping: Grouping = "none",
+    added: Sequence[Operands] = (),
 ) -> Float[Array, "m_out n_out"] | Float[Array, "g m_out n_out"]:
     """Return A·Bᵀ with scales, M and `num_columns` rounded up to what copies may store.
 
@@ -148,6 +173,8 @@ def block_scaled_product(
         num_cores: blocks that run at once.
         groups: by "rows": the group of each tile of rows, -1 for none, whose rows are not
             written. By "inner": the first 128 of K of each group, and the end of the last.
+        added: operands of products of the same M and N that are added in the same sum, of rows
+            that are not grouped. `b_scales` are then squares, those of all products along K.
     """
     dtype = jnp.dtype(out_dtype)
     num_rows_of_b = b.shape[-2]
@@ -155,7 +182,7 @@ def block_scaled_product(
     product = ScaledProduct(
         m=a.shape[0],
         n=num_rows_of_b,
-        k=a.shape[1],
+        k=a.shape[1] + sum(each.a.shape[1] for each in added),
         num_columns=stored_columns(num_columns, dtype),
         dtype=a.dtype,
         out_dtype=dtype,
@@ -164,8 +191,15 @@ def block_scaled_product(
         grouping=grouping,
         num_groups=1 if groups is None else len(groups) - (grouping == "inner"),
         b_scales_by_row=b_scales_by_row,
+        ends=_ends([a, *(each.a for each in added)]) if added else (),
     )
     operands = {"a": a, "b": b, "a_scales": a_scales, "b_scales": b_scales}
     if groups is not None:
         operands["groups"] = groups
-    return product.launch(operands)
+    whole = [(*map(mosaic.whole_patterns, each[:2]), each.a_scales) for each in added]
+    return product.launch(operands, added=[array for each in whole for array in each])
+
+
+def _ends(operands: Sequence[Array]) -> tuple[int, ...]:
+    """The steps behind the last of each operand's K, when they are summed one after the other."""
+    return tuple(accumulate(a.shape[1] // BLOCK for a in operands))

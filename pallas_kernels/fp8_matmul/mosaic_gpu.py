@@ -5,6 +5,8 @@ weight blocks, the one that puts weights on wgmma's wide side (`mosaic_decode`).
 only in the scales, a few bytes; elements past an edge are clipped by the copy engine.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +20,7 @@ from pallas_kernels.fp8_matmul.mosaic_decode import DecodeTile
 from pallas_kernels.fp8_matmul.partition import run_partitioned
 from pallas_kernels.hardware import Hardware
 from pallas_kernels.hopper_product import Tile, num_halved
+from pallas_kernels.hopper_scaled import Operands
 
 # Persistent tiles from the most to the least work per loaded byte. Of the first two, three groups
 # were 5 to 12 % faster in every product of training that was measured, eight tiles side by side
@@ -95,6 +98,36 @@ def _product(
             out_dtype=dtype,
         )
     return out[: len(rows), :columns].reshape(*a.shape[:-1], columns)
+
+
+def run_sum(
+    pairs: Sequence[tuple[Quantized, Quantized]],
+    *,
+    case: MatmulCase,
+    out_dtype: jax.typing.DTypeLike,
+) -> Float[Array, "m n"]:
+    """Return the sum of A·Bᵀ over pairs [M, K], [N, K], whose weights are in squares.
+
+    Args:
+        case: of the whole sum, its K that of all pairs. More rows than `FEW_ROWS`.
+    """
+    operands = [Operands(a.values, b.values, _scales_by_k(a.scales)) for a, b in pairs]
+    first, *added = operands
+    kind = case.hardware
+    tile = choose_tile(case.m, case.n, k=case.k, by_row=False, hardware=kind)
+    assert isinstance(tile, Tile), "few rows take another kernel"
+    out = hopper_scaled.block_scaled_product(
+        *first[:2],
+        a_scales=first.a_scales,
+        b_scales=jnp.concatenate([b.scales for _, b in pairs], axis=1),
+        b_scales_by_row=False,
+        num_columns=case.n,
+        tile=tile,
+        num_cores=kind.num_cores,
+        out_dtype=out_dtype,
+        added=added,
+    )
+    return out[: case.m, : case.n]
 
 
 def _scales_by_k(scales: Float[Array, "rows k_blocks"]) -> Float[Array, "k_blocks padded_rows"]:

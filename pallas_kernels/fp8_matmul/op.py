@@ -7,12 +7,14 @@ zeros. The gradient recipe lives in `pallas_kernels.linear`, which quantises.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import hardware
+from pallas_kernels import hardware, sharded
 from pallas_kernels.formats import (
     BLOCK,
     FormatError,
@@ -56,6 +58,52 @@ def fp8_matmul(
     if c is not None:
         product = product + c.astype(jnp.float32)
     return product.astype(out_dtype)
+
+
+def fp8_matmul_sum(
+    pairs: Sequence[tuple[Quantized, Quantized]],
+    *,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    backend: str | None = None,
+) -> Float[Array, "m n"]:
+    """Return the sum of A·Bᵀ over pairs of matrices, in `out_dtype`.
+
+    Where `is_one_sum` it is one product, rounded once. Else each product is rounded to
+    `out_dtype`, and so is their sum.
+
+    Args:
+        pairs: operands [M, K] and [N, K]; K may differ.
+        backend: the backend to use; None = the fastest that serves the case.
+    Raises:
+        FormatError: if the operands of a pair do not fit, or the products have several shapes.
+        KernelError: if `backend` refuses the case.
+    """
+    cases = [case_of(a, b, out_dtype=out_dtype) for a, b in pairs]
+    if len({(case.m, case.n) for case in cases}) != 1:
+        shapes = ", ".join(f"{case.m}x{case.n}" for case in cases) or "none"
+        raise FormatError(f"products of one shape can be added; these are {shapes}.")
+    if is_one_sum(cases, backend=backend):
+        dtype = OUT_DTYPES[cases[0].out_dtype]
+        return mosaic_gpu.run_sum(pairs, case=_whole(cases), out_dtype=dtype)
+    first, *others = (fp8_matmul(a, b, out_dtype=out_dtype, backend=backend) for a, b in pairs)
+    return sum(others, start=first)
+
+
+def is_one_sum(cases: Sequence[MatmulCase], *, backend: str | None = None) -> bool:
+    """Whether a kernel adds up these products of one shape as it makes them.
+
+    It does on one Hopper GPU that has all of the operands, for many rows and weights in squares.
+    """
+    whole = _whole(cases)
+    squares = all(case.b_block_rows == BLOCK and case.flops for case in cases)
+    alike = len({(case.a_element, case.b_element) for case in cases}) == 1
+    if not (squares and alike and sharded.is_local()) or whole.few_rows:
+        return False
+    return OP.choose(whole, backend=backend).run is mosaic_gpu.run
+
+
+def _whole(cases: Sequence[MatmulCase]) -> MatmulCase:
+    return replace(cases[0], k=sum(case.k for case in cases))
 
 
 def case_of(a: Quantized, b: Quantized, *, out_dtype: jax.typing.DTypeLike) -> MatmulCase:
