@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, batched
+from itertools import accumulate, batched, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -64,10 +64,11 @@ class ScaledProduct(Product):
         """Start the copies of both operands and their scales."""
         k = work.first_block + index
         copy = partial(self._copy_operands, refs, work, slot=slot)
-        operands = (refs.a, refs.b, refs.a_scales), *batched(refs.added, 3, strict=True)
-        if len(operands) == 1:
-            copy(*operands[0], k=k)
-        for these, first, end in zip(operands, (0, *self.ends), self.ends):
+        if not self.ends:
+            copy(refs.a, refs.b, refs.a_scales, k=k)
+            return
+        operands = ((refs.a, refs.b, refs.a_scales), *batched(refs.added, 3))
+        for these, (first, end) in zip(operands, pairwise((0, *self.ends)), strict=True):
             pl.when((k >= first) & (k < end))(partial(copy, *these, k=k - first))
 
     def _copy_operands(
@@ -150,8 +151,8 @@ class Operands(NamedTuple):
 def block_scaled_product(
     a: Float[Array, "m k"],
     b: Float[Array, "n k"] | Float[Array, "g n k"],
-    *,
     a_scales: Float[Array, "k_blocks m_padded"],
+    *,
     b_scales: Float[Array, "..."],
     b_scales_by_row: bool,
     num_columns: int,

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Quantized
-from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.fp8_matmul import fp8_matmul, fp8_matmul_sum
 from pallas_kernels.quantize import (
     quantize,
     quantize_both,
@@ -101,6 +101,24 @@ def linear_of_quantized(
         w_q: `quantize(w, format=WEIGHT)`.
     """
     return _fp8_product_of(x, w, w_q, _Dtypes(x=x.dtype, w=w.dtype))
+
+
+def linears_of_quantized(
+    x: Float[Array, "*batch k"], w: tuple[Array, ...], w_q: tuple[Quantized, ...]
+) -> tuple[Array, ...]:
+    """Return `linear_of_quantized` of the same x and each of the weights.
+
+    The gradient of x is one sum over the outputs of all, where a kernel takes it as one
+    (`fp8_matmul.adds_products`). For arrays that one device has whole.
+
+    Args:
+        x: activations; any leading dims.
+        w: weights [k, n], n of each its own, which get the gradients; their values are not read.
+        w_q: `quantize(w, format=WEIGHT)` of each.
+    """
+    tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    outs: tuple[Array, ...] = _linears(tokens, w, w_q, _Dtypes(x=x.dtype, w=w[0].dtype))
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outs)
 
 
 class Swiglu(NamedTuple):
@@ -283,6 +301,42 @@ _fp8_product_of.defvjp(_fp8_of_forward, _fp8_of_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("dtypes",))
+def _linears(
+    x: Float[Array, "tokens k"],
+    w: tuple[Array, ...],
+    w_q: tuple[Quantized, ...],
+    dtypes: _Dtypes,
+) -> tuple[Array, ...]:
+    x_q = quantize(x, format=ACTIVATION)
+    return tuple(_fp8_of(x_q, each, x, dtypes) for each in w_q)
+
+
+def _linears_forward(
+    x: Float[Array, "tokens k"],
+    w: tuple[Array, ...],
+    w_q: tuple[Quantized, ...],
+    dtypes: _Dtypes,
+) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    x_q, x_t = quantize_both(x, format=ACTIVATION)
+    kept = tuple(replace(each, turned=None) for each in w_q)
+    return tuple(_fp8_of(x_q, each, x, dtypes) for each in w_q), (x_t, kept)
+
+
+def _linears_backward(
+    dtypes: _Dtypes, saved: tuple[Any, ...], grads: tuple[Array, ...]
+) -> tuple[Float[Array, "tokens k"], tuple[Array, ...], None]:
+    x_t, w_q = saved
+    rounded = [quantize_both(grad, format=ACTIVATION) for grad in grads]
+    pairs = [(grad_q, each) for (grad_q, _), each in zip(rounded, w_q, strict=True)]
+    of_x = fp8_matmul_sum(pairs, out_dtype=_sum_dtype(dtypes.x)).astype(dtypes.x)
+    of_weights = (fp8_matmul(x_t, g_t, out_dtype=_left_in(dtypes.w)) for _, g_t in rounded)
+    return of_x, tuple(one.astype(dtypes.w) for one in of_weights), None
+
+
+_linears.defvjp(_linears_forward, _linears_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnames=("dtypes",))
 def _swiglu(
     x: Float[Array, "tokens k"], w: Swiglu, w_q: Swiglu, dtypes: _Dtypes
 ) -> Float[Array, "tokens k"]:
@@ -307,7 +361,8 @@ def _swiglu_backward(
     grad_q, grad_t = quantize_both(grad, format=ACTIVATION)
     of_hidden = product(grad_q, w_q.down).astype(dtypes.x)
     (gate_q, gate_t), (up_q, up_t) = swiglu_gradients_both(gate, up, of_hidden)
-    of_x = product(gate_q, w_q.gate).astype(dtypes.x) + product(up_q, w_q.up).astype(dtypes.x)
+    pairs = [(gate_q, w_q.gate), (up_q, w_q.up)]
+    of_x = fp8_matmul_sum(pairs, out_dtype=_sum_dtype(dtypes.x)).astype(dtypes.x)
     of_weights = Swiglu(
         gate=of_weight(x_t, gate_t), up=of_weight(x_t, up_t), down=of_weight(hidden_t, grad_t)
     )

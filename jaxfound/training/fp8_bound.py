@@ -121,12 +121,22 @@ def _check(cfg: RunConfig, base: Mapping[str, Any]) -> None:
 
 
 def products_of(cfg: RunConfig) -> Iterable[Kernel]:
-    """Yield the products of a layer: forward, of inputs' gradients and of weights'."""
+    """Yield the products of a layer: forward, of inputs' gradients and of weights'.
+
+    Matrices of one input have one sum for its gradient: query, key and value, and gate and up.
+    """
     tokens = cfg.train.batch_size * cfg.train.seq_len
     for inputs, outputs in matrices(cfg):
         yield Kernel("fp8_training", PRODUCT, (tokens, outputs, inputs))
-        yield Kernel("fp8_training", PRODUCT, (tokens, inputs, outputs))
         yield Kernel("fp8_wgrad", PRODUCT, (inputs, outputs, tokens))
+    width, hidden, (heads, keys) = cfg.model.embed_dim, cfg.model.ffn_dim, _widths(cfg)
+    for inputs, outputs in (
+        (width, heads + 2 * keys),
+        (heads, width),
+        (width, 2 * hidden),
+        (hidden, width),
+    ):
+        yield Kernel("fp8_training", PRODUCT, (tokens, inputs, outputs))
 
 
 def roundings_of(cfg: RunConfig) -> Iterable[Kernel]:

@@ -106,16 +106,20 @@ BENCH_NK: tuple[tuple[int, int], ...] = (
     (7168, 2048),
 )
 BENCH_M: tuple[int, ...] = (64, 128, 4096, 8192)
-# Products of training with 16,384 tokens: layers of 2560 x 6912, and of 4096 x 14336.
+# Products of training with 16,384 tokens: layers of 2560 x 6912, and of 4096 x 14336. The largest
+# K are of gradients that sum over several matrices of one input.
 TRAINING_SIZES: tuple[tuple[int, int, int], ...] = (
     (16384, 2560, 2560),
     (16384, 6912, 2560),
     (16384, 2560, 6912),
+    (16384, 2560, 7680),
+    (16384, 2560, 13824),
     (16384, 4096, 4096),
     (16384, 14336, 4096),
     (16384, 4096, 14336),
     (16384, 1024, 4096),
-    (16384, 4096, 1024),
+    (16384, 4096, 6144),
+    (16384, 4096, 28672),
 )
 WGRAD_SIZES: tuple[tuple[int, int, int], ...] = (
     (2560, 2560, 16384),

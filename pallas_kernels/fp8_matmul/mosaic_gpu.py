@@ -117,8 +117,7 @@ def run_sum(
     tile = choose_tile(case.m, case.n, k=case.k, by_row=False, hardware=kind)
     assert isinstance(tile, Tile), "few rows take another kernel"
     out = hopper_scaled.block_scaled_product(
-        *first[:2],
-        a_scales=first.a_scales,
+        *first,
         b_scales=jnp.concatenate([b.scales for _, b in pairs], axis=1),
         b_scales_by_row=False,
         num_columns=case.n,

@@ -102,6 +102,12 @@ def is_one_sum(cases: Sequence[MatmulCase], *, backend: str | None = None) -> bo
     return OP.choose(whole, backend=backend).run is mosaic_gpu.run
 
 
+def adds_products(m: int, n: int, ks: Sequence[int]) -> bool:
+    """Whether `fp8_matmul_sum` is one product here, for matrices of M x K and N x K in squares."""
+    here = hardware.current()
+    return is_one_sum([make_case(m, n, k, hardware=here) for k in ks])
+
+
 def _whole(cases: Sequence[MatmulCase]) -> MatmulCase:
     return replace(cases[0], k=sum(case.k for case in cases))
 

@@ -62,5 +62,14 @@ def test_else_each_product_rounds_its_own_operands(patterns, remat):
     assert set(taken) == {1}
 
 
+def test_gradients_of_what_several_layers_read_are_one_sum():
+    text = lowered(EVERYWHERE)
+    calls = re.findall(r"@mosaic_gpu_v2\(([^)]*)", text)
+    # Elements and scales of two operands, and three arrays for each product that is added.
+    assert sorted({len(operands.split(",")) for operands in calls}) == [4, 7, 10]
+    calls = re.findall(r"@mosaic_gpu_v2\(([^)]*)", lowered(EVERYWHERE, remat="full"))
+    assert {len(operands.split(",")) for operands in calls} == {4}
+
+
 def test_without_a_kernel_xla_rounds():
     assert matrices_taken(lowered(EVERYWHERE, kind="NVIDIA A100-SXM4-80GB")) == []

@@ -5,6 +5,7 @@ No spilled registers and no wgmma that waits: both halve the speed and neither c
 
 import os
 from dataclasses import replace
+from itertools import batched
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from pallas_kernels.fp8_matmul import mosaic_gpu
 from pallas_kernels.fp8_matmul.mosaic_decode import DecodeTile, decode_product
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.hopper_product import Tile
-from pallas_kernels.hopper_scaled import block_scaled_product
+from pallas_kernels.hopper_scaled import Operands, block_scaled_product
 from pallas_kernels.linear import linear
 from pallas_kernels.mla_decode import mla_decode
 
@@ -118,6 +119,32 @@ def test_the_persistent_kernel_assembles_without_spills(tile, by_row, place, cap
         capfd=capfd,
     )
     check_clean(report)
+
+
+@needs_plugin
+def test_a_sum_of_products_assembles_without_spills(place, capfd):
+    m, n, ks = 512, 2112, (1024, 256, 384)
+
+    def run(*arrays):
+        operands = [Operands(*each) for each in batched(arrays[:-1], 3)]
+        return block_scaled_product(
+            *operands[0],
+            b_scales=arrays[-1],
+            b_scales_by_row=False,
+            num_columns=n,
+            tile=mosaic_gpu.TILES[0],
+            num_cores=132,
+            out_dtype=jnp.bfloat16,
+            added=operands[1:],
+        )
+
+    shapes = [
+        ((rows, columns), dtype)
+        for k in ks
+        for rows, columns, dtype in ((m, k, F8), (n, k, F8), (k // 128, m, jnp.float32))
+    ]
+    b_scales = ((-(-n // 128), sum(ks) // 128), jnp.float32)
+    check_clean(assemble(run, *shapes, b_scales, place=place, capfd=capfd))
 
 
 @needs_plugin

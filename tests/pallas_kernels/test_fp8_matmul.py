@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.accuracy import TOLERANCES, difference
 from pallas_kernels.formats import ACTIVATION, WEIGHT, Format, FormatError
-from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.fp8_matmul import fp8_matmul, fp8_matmul_sum
 from pallas_kernels.fp8_matmul.cases import ODD_SIZES
 from pallas_kernels.quantize import quantize
 from pallas_kernels.registry import KernelError, explain
@@ -104,6 +104,23 @@ BAD_OPERANDS = [
 def test_operands_that_do_not_fit_are_refused_with_the_rule(words, spoil):
     with pytest.raises(FormatError, match=words):
         fp8_matmul(*spoil(*matmul_operands(4, 8, 128)))
+
+
+def test_a_sum_of_products_is_the_sum_of_the_products():
+    pairs = [matmul_operands(9, 13, k) for k in (129, 7, 300)]
+    out = jax.jit(lambda pairs: fp8_matmul_sum(pairs, out_dtype="float32"))(pairs)
+    found = difference(np.asarray(out, np.float64), sum(exact_product(a, b) for a, b in pairs))
+    assert found.within(TOLERANCES["fp8_matmul", "float32"]), found
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [((), "none"), ((matmul_operands(4, 8, 128), matmul_operands(4, 9, 128)), "4x8, 4x9")],
+    ids=["no pair", "two shapes"],
+)
+def test_products_of_several_shapes_are_not_added(pairs, words):
+    with pytest.raises(FormatError, match=words):
+        fp8_matmul_sum(pairs)
 
 
 def test_a_result_dtype_that_no_kernel_writes_is_refused():

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import hardware, tuning
 from pallas_kernels.accuracy import TOLERANCES, difference
 from pallas_kernels.formats import ACTIVATION, WEIGHT
-from pallas_kernels.fp8_matmul import fp8_matmul, mosaic_gpu, reference
+from pallas_kernels.fp8_matmul import fp8_matmul, fp8_matmul_sum, mosaic_gpu, reference
 from pallas_kernels.fp8_matmul.cases import ODD_SIZES, tuning_key
 from pallas_kernels.linear import linear
 from pallas_kernels.tuning import Table
@@ -56,6 +56,16 @@ def test_float32_results_are_right(shape, b_format):
     poison_memory()
     run = jax.jit(lambda a, b: fp8_matmul(a, b, out_dtype=jnp.float32, backend="mosaic_gpu"))
     check(run(a, b), a, b, out_dtype="float32")
+
+
+@pytest.mark.parametrize("ks", [(1024, 256), (2560, 384, 300)], ids=str)
+def test_a_sum_of_products_is_the_sum_of_the_products(ks):
+    pairs = [matmul_operands(1000, 2112, k) for k in ks]
+    poison_memory()
+    out = jax.jit(lambda pairs: fp8_matmul_sum(pairs, backend="mosaic_gpu"))(pairs)
+    right = sum(np.asarray(reference.fp8_matmul(a, b, out_dtype=jnp.float32)) for a, b in pairs)
+    found = difference(np.asarray(out.astype(jnp.float32)), right)
+    assert found.within(TOLERANCES["fp8_matmul", "bfloat16"]), found
 
 
 @pytest.mark.parametrize("tile", [*mosaic_gpu.TILES, *mosaic_gpu.DECODE_TILES], ids=str)

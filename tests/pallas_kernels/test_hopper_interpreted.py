@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import hardware, mosaic
 from pallas_kernels.accuracy import TOLERANCES, difference
 from pallas_kernels.formats import ACTIVATION, WEIGHT
-from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.fp8_matmul import fp8_matmul, fp8_matmul_sum
 from pallas_kernels.fp8_matmul.mosaic_decode import DecodeTile, decode_product
 from pallas_kernels.hopper_product import Tile
 from pallas_kernels.hopper_scaled import block_scaled_product
@@ -92,3 +92,17 @@ def test_the_op_pads_odd_sizes_for_the_kernel(shape):
     a, b = matmul_operands(*shape, b_format=WEIGHT)
     with mosaic.interpreted(), hardware.target("NVIDIA H200"):
         check(jax.jit(lambda a, b: fp8_matmul(a, b, backend="mosaic_gpu"))(a, b), a, b)
+
+
+# K of each pair, and whose rows end within a tile; the second has more stages than steps.
+SUMS = [((200, 136), (256, 384)), ((192, 128), (128, 384, 256))]
+
+
+@pytest.mark.parametrize(("shape", "ks"), SUMS, ids=str)
+def test_a_sum_of_products_is_one_product_of_all_their_k(shape, ks):
+    pairs = [matmul_operands(*shape, k) for k in ks]
+    with mosaic.interpreted(), hardware.target("NVIDIA H200"):
+        out = jax.jit(lambda pairs: fp8_matmul_sum(pairs, backend="mosaic_gpu"))(pairs)
+    expected = sum(exact_product(a, b) for a, b in pairs)
+    found = difference(np.asarray(out, np.float64), expected)
+    assert found.within(TOLERANCES["fp8_matmul", "bfloat16"]), found

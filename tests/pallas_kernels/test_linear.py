@@ -10,7 +10,13 @@ import pytest
 
 from pallas_kernels import hardware
 from pallas_kernels.formats import ACTIVATION, WEIGHT
-from pallas_kernels.linear import PRECISIONS, linear, linear_of_quantized, widened_linear
+from pallas_kernels.linear import (
+    PRECISIONS,
+    linear,
+    linear_of_quantized,
+    linears_of_quantized,
+    widened_linear,
+)
 from pallas_kernels.quantize import quantize
 from tests.pallas_kernels.operands import dequantized, quantized
 
@@ -141,6 +147,22 @@ def test_weights_that_were_quantised_before_give_the_same_bits_and_gradients():
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def test_products_of_one_input_are_those_of_each_weight():
+    x, _, grad = operands(20, 300)
+    rng = np.random.default_rng(1)
+    w = tuple(jnp.asarray(rng.normal(size=(x.shape[-1], n)) / 16, jnp.float32) for n in (40, 136))
+    w_q = tuple(quantize(each, format=WEIGHT) for each in w)
+    grads = tuple(jnp.asarray(rng.normal(size=(*x.shape[:-1], n)), jnp.float32) for n in (40, 136))
+    together = lambda x, w: linears_of_quantized(x, w, w_q)
+    apart = lambda x, w: tuple(map(partial(linear_of_quantized, x), w, w_q))
+    found, expected = (
+        jax.jit(lambda x, w, run=run: (run(x, w), jax.vjp(run, x, w)[1](grads)))(x, w)
+        for run in (together, apart)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones():

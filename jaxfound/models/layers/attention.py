@@ -14,7 +14,7 @@ from jaxfound.models.cache import KeyValueCache, write_at
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.context_attention import attend_over_context
 from jaxfound.models.layers.embedding import NEG_INF
-from jaxfound.models.layers.linear import Linear
+from jaxfound.models.layers.linear import Linear, products_of
 from jaxfound.models.layers.paged_attention import attend_pages
 from jaxfound.models.layers.rope import angles_of, frequencies, rotate, rotation_factor
 from jaxfound.models.pages import KeyValuePages, PagedView, written
@@ -203,10 +203,11 @@ class GroupedQueryAttention(nnx.Module):
         rope = self.cfg.rope
         angles = angles_of(positions, frequencies(rope, self.cfg.gqa.head_dim))
         factor = rotation_factor(rope)
-        q = rotate(self.query(x), angles, pairing=rope.pairing, factor=factor)
-        k = rotate(self.key(x), angles, pairing=rope.pairing, factor=factor)
+        layers = (self.query, self.key, self.value)
+        q, k, v = products_of(layers, x, execution=self.execution)
+        q, k = (rotate(y, angles, pairing=rope.pairing, factor=factor) for y in (q, k))
         # Kept behind the rotation, whose own backward pass needs no more than the angles.
-        q, k, v = (checkpoint_name(y, ATTENTION) for y in (q, k, self.value(x)))
+        q, k, v = (checkpoint_name(y, ATTENTION) for y in (q, k, v))
         pin = self.rules.constrain
         return (
             pin(q, "batch", "seq", "heads", None),

@@ -1,7 +1,7 @@
 """A matmul with named dims on both sides, in the format its path asks for."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +13,13 @@ from jaxfound.config.precision import Format
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.parameter import Dims, names, sizes, weight
 from pallas_kernels.formats import Quantized
-from pallas_kernels.linear import linear, quantized_linear, widened_linear
+from pallas_kernels.fp8_matmul import adds_products
+from pallas_kernels.linear import (
+    linear,
+    linears_of_quantized,
+    quantized_linear,
+    widened_linear,
+)
 
 
 @runtime_checkable
@@ -95,6 +101,37 @@ class Linear(nnx.Module):
         if isinstance(kernel, OwnProduct):
             return kernel.multiply(self, x)
         return apply_kernel(self, x, kernel, format=self.format)
+
+
+def products_of(layers: Sequence[Linear], x: jax.Array, *, execution: Execution) -> list[jax.Array]:
+    """Return what each of the layers makes of the same x [..., *inputs].
+
+    Where all are in 8 bits and a kernel adds up products as it makes them, it is one call, whose
+    gradient of x is one sum. Where something is computed again, each product stays one that a
+    policy can name.
+    """
+    kernels = [layer.kernel.get_value() for layer in layers]
+    beside = [kernel for kernel in kernels if isinstance(kernel, QuantizedBeside)]
+    if (
+        len(beside) < len(layers)
+        or any(layer.format != "fp8" for layer in layers)
+        or execution.remat != "none"
+    ):
+        return [layer(x) for layer in layers]
+    rows = x.shape[: x.ndim - layers[0].num_inputs]
+    matrices = [kernel.quantized for kernel in beside]
+    k = matrices[0].rows
+    if not adds_products(math.prod(rows), k, [matrix.columns for matrix in matrices]):
+        return [layer(x) for layer in layers]
+    weights = tuple(
+        kernel.kernel.astype(weight_dtype("fp8", layer.dtype)).reshape(k, -1)
+        for layer, kernel in zip(layers, beside, strict=True)
+    )
+    outs = linears_of_quantized(x.reshape(*rows, k), weights, tuple(matrices))
+    return [
+        y.reshape(*rows, *layer.out_sizes).astype(layer.dtype)
+        for layer, y in zip(layers, outs, strict=True)
+    ]
 
 
 def weight_dtype(format: Format, dtype: jnp.dtype) -> jnp.dtype:

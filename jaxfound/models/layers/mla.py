@@ -14,7 +14,7 @@ from jaxfound.models.cache import HeadCache, LatentCache, write_at
 from jaxfound.models.execution import Execution
 from jaxfound.models.layers.attention import CachedView, View, attend, attend_rows
 from jaxfound.models.layers.embedding import NEG_INF
-from jaxfound.models.layers.linear import Linear
+from jaxfound.models.layers.linear import Linear, products_of
 from jaxfound.models.layers.norm import RMSNorm
 from jaxfound.models.layers.paged_attention import ReadPages, attend_pages
 from jaxfound.models.layers.parameter import Dims
@@ -232,10 +232,11 @@ class LatentAttention(nnx.Module):
         self, latent: Float[Array, "B S C"], rope_key: Float[Array, "B S R"]
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
         """Return the keys and values of every head."""
-        k_nope_BSNH = self.key_up(latent)
+        ups = (self.key_up, self.value_up)
+        k_nope_BSNH, v_BSNV = products_of(ups, latent, execution=self.execution)
         shape = (*k_nope_BSNH.shape[:3], rope_key.shape[-1])
         k_rope_BSNR = jnp.broadcast_to(rope_key[:, :, None, :], shape)
-        return jnp.concatenate([k_nope_BSNH, k_rope_BSNR], axis=-1), self.value_up(latent)
+        return jnp.concatenate([k_nope_BSNH, k_rope_BSNR], axis=-1), v_BSNV
 
     def _rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         rope = self.cfg.rope
