@@ -150,7 +150,7 @@ def test_weights_that_were_quantised_before_give_the_same_bits_and_gradients():
 
 
 def test_products_of_one_input_are_those_of_each_weight():
-    x, _, grad = operands(20, 300)
+    x, _, _ = operands(20, 300)
     rng = np.random.default_rng(1)
     w = tuple(jnp.asarray(rng.normal(size=(x.shape[-1], n)) / 16, jnp.float32) for n in (40, 136))
     w_q = tuple(quantize(each, format=WEIGHT) for each in w)
