@@ -27,7 +27,8 @@ def bound_command(
     """Set the step of CONFIG, all layers in fp8, beside a bound made of measurements.
 
     The bound is the bfloat16 step without its layers' products, and in their place products in 8
-    bits and the rounding of their operands, each timed alone. Nothing is run.
+    bits and the rounding of their operands, each timed alone; rounding that was not timed counts
+    as a copy of its bytes. Nothing is run.
     """
     from jaxfound.config.load import load
     from jaxfound.training.fp8_bound import bound_of, share_of
@@ -60,4 +61,9 @@ def lines(found: "Bound", *, step_s: float, share: float) -> list[str]:
     }
     width = max(map(len, parts))
     table = [f"{name:{width}}  {1e3 * seconds:8.1f} ms" for name, seconds in parts.items()]
-    return [*table, f"{'bound / step':{width}}  {share:8.1%}"]
+    counted = [f"  counted as a copy of its bytes: {', '.join(found.by_bytes)}"]
+    return [
+        *table,
+        f"{'bound / step':{width}}  {share:8.1%}",
+        *(counted if found.by_bytes else []),
+    ]

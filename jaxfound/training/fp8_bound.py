@@ -2,9 +2,11 @@
 
 A layer in fp8 multiplies and rounds; the rest of its step is that of bfloat16. So a bound of its
 time is the measured bfloat16 step without the products of its layers, and the kernels in their
-place, each as it was timed alone, without rest between (`jaxfound bench kernels`).
+place, each as it was timed alone, without rest between (`jaxfound bench kernels`). What rounds
+and was not timed counts as its bytes at the speed of a copy: no kernel takes less.
 """
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,9 +24,11 @@ SQUARES = "jax_triton_squares"
 # What XLA moves of SwiGLU and its gradients in bfloat16, which kernels that round take over: three
 # arrays as wide as the feed-forward, and five.
 SWIGLU_BYTES = (3 + 5) * 2
+# What a kernel that rounds reads and writes of an element, scales left out.
+ROUNDED_BYTES = {BOTH: 2 + 2, SWIGLU: 2 * 2 + 2, GRADIENTS: 3 * 2 + 2 * 2, SQUARES: 4 + 2}
 ADD = (
-    "Add it: jaxfound bench kernels --op fp8_training --op fp8_wgrad --op quantize --rest-ms 0 "
-    "--settle-ms 300 --out FILE"
+    "Add it: jaxfound bench kernels --op fp8_training --op fp8_wgrad --rest-ms 0 --settle-ms 300 "
+    "--out FILE"
 )
 
 
@@ -49,11 +53,13 @@ class Bound(NamedTuple):
         rest: what does not change, of the step in bfloat16.
         products: of all layers in 8 bits.
         rounding: of their operands.
+        by_bytes: backends of what rounds and was not timed, which counts as a copy.
     """
 
     rest: float
     products: float
     rounding: float
+    by_bytes: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -71,23 +77,25 @@ def bound_of(cfg: RunConfig, base: Mapping[str, Any], kernels: Mapping[str, Any]
         kernels: the record of `bench kernels --op fp8_training --op fp8_wgrad --op quantize`.
 
     Raises:
-        TrainingError: if the run is another, the row is of another, or a kernel was not timed.
+        TrainingError: if the run is another, the row is of another, or a product was not timed.
     """
     _check(cfg, base)
-    model, times = cfg.model, times_of(kernels)
-    products, rounding = Counter(products_of(cfg)), Counter(roundings_of(cfg))
-    missing = sorted(set(products | rounding) - set(times))
+    model, times, speed = cfg.model, times_of(kernels), copy_speed(kernels)
+    products = Counter(products_of(cfg))
+    missing = sorted(set(products) - set(times))
     if missing:
         named = ", ".join(f"{k.op} {'x'.join(map(str, k.sizes))} ({k.backend})" for k in missing)
         raise TrainingError(f"the kernels' record has no time for {named}. {ADD}")
-    sizes = [inputs * outputs for inputs, outputs in matrices(cfg)]
-    squares = sum(size * _a_square(times, size) for size in sizes)
     moved = SWIGLU_BYTES * cfg.train.batch_size * cfg.train.seq_len * model.ffn_dim
-    moved_s = moved * model.num_layers / copy_speed(kernels)
+    rounding = [_rounding_s(kernel, times, speed) for kernel in roundings_of(cfg)]
+    product_s = sum(times[kernel] * number for kernel, number in products.items())
     return Bound(
-        rest=base["ours"]["step_s"]["median"] - layers_products_s(cfg, base) - moved_s,
-        products=_total(products, times) * model.num_layers,
-        rounding=(_total(rounding, times) + squares) * model.num_layers,
+        rest=base["ours"]["step_s"]["median"]
+        - layers_products_s(cfg, base)
+        - moved * model.num_layers / speed,
+        products=product_s * model.num_layers,
+        rounding=sum(seconds for seconds, _ in rounding) * model.num_layers,
+        by_bytes=tuple(sorted({name for _, name in rounding if name})),
     )
 
 
@@ -140,10 +148,10 @@ def products_of(cfg: RunConfig) -> Iterable[Kernel]:
 
 
 def roundings_of(cfg: RunConfig) -> Iterable[Kernel]:
-    """Yield what is rounded in a layer, its weights apart.
+    """Yield what is rounded in a layer.
 
     Inputs of attention and of the feed-forward, attention's result and the gradients of all
-    results, both ways; SwiGLU and its gradients as they are made.
+    results, both ways; SwiGLU and its gradients as they are made; weights in squares.
     """
     model, tokens = cfg.model, cfg.train.batch_size * cfg.train.seq_len
     heads, keys = _widths(cfg)
@@ -151,6 +159,8 @@ def roundings_of(cfg: RunConfig) -> Iterable[Kernel]:
         yield Kernel("quantize", BOTH, (tokens, width))
     yield Kernel("quantize", SWIGLU, (tokens, model.ffn_dim))
     yield Kernel("quantize", GRADIENTS, (tokens, model.ffn_dim))
+    for sizes in matrices(cfg):
+        yield Kernel("quantize", SQUARES, sizes)
 
 
 def matrices(cfg: RunConfig) -> list[tuple[int, int]]:
@@ -190,20 +200,21 @@ def layers_products_s(cfg: RunConfig, base: Mapping[str, Any]) -> float:
     return base["breakdown"]["kinds"]["products"] * share
 
 
-def _a_square(times: Mapping[Kernel, float], size: int) -> float:
-    """Seconds an element of rounding a matrix in squares: of the one timed that is nearest."""
-    timed = [kernel for kernel in times if kernel.backend == SQUARES]
-    if not timed:
-        raise TrainingError(
-            f"the kernels' record has no time for quantize in squares ({SQUARES}). {ADD}"
-        )
-    elements = lambda kernel: kernel.sizes[0] * kernel.sizes[1]
-    nearest = min(timed, key=lambda kernel: abs(elements(kernel) - size))
-    return times[nearest] / elements(nearest)
+def _rounding_s(
+    kernel: Kernel, times: Mapping[Kernel, float], speed: float
+) -> tuple[float, str | None]:
+    """Seconds of what rounds; and its backend, where they are its bytes at the speed of a copy.
 
-
-def _total(kernels: Counter[Kernel], times: Mapping[Kernel, float]) -> float:
-    return sum(times[kernel] * number for kernel, number in kernels.items())
+    Of squares any size serves: the one timed that is nearest, by elements.
+    """
+    elements = math.prod(kernel.sizes)
+    if kernel in times:
+        return times[kernel], None
+    squares = [timed for timed in times if timed.backend == kernel.backend == SQUARES]
+    if squares:
+        nearest = min(squares, key=lambda timed: abs(math.prod(timed.sizes) - elements))
+        return times[nearest] * elements / math.prod(nearest.sizes), None
+    return ROUNDED_BYTES[kernel.backend] * elements / speed, kernel.backend
 
 
 def share_of(bound: Bound, row: Mapping[str, Any]) -> float:
