@@ -164,8 +164,8 @@ def work_of(sizes: Sizes) -> Work:
     return Work(case.flops, case.bytes_moved, "float8")
 
 
-def problem(sizes: Sizes) -> Problem:
-    """Our kernels and every peer at one size."""
+def problem(sizes: Sizes, *, op: str = "fp8_matmul") -> Problem:
+    """Our kernels and every peer at one size, as records of `op`."""
     operands = make_operands(sizes)
     work = work_of(sizes)
     parts = [
@@ -183,7 +183,7 @@ def problem(sizes: Sizes) -> Problem:
         for name, build in PEERS.items()
         if sizes[0] > FEW_ROWS or name not in MANY_ROWS_ONLY
     ]
-    return Problem("fp8_matmul", named(sizes), parts, partial(checker, operands))
+    return Problem(op, named(sizes), parts, partial(checker, operands))
 
 
 def wgrad_problem(sizes: Sizes) -> Problem:

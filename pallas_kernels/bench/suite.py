@@ -53,7 +53,7 @@ def _fp8_matmul() -> Iterator[Plan]:
 
 def _fp8_training() -> Iterator[Plan]:
     for sizes in TRAINING_SIZES:
-        make = partial(fp8_matmul.problem, sizes)
+        make = partial(fp8_matmul.problem, sizes, op="fp8_training")
         num_bytes = fp8_matmul.operand_bytes(sizes)
         yield Plan("fp8_training", fp8_matmul.named(sizes), num_bytes, make)
 

@@ -14,6 +14,7 @@ from pallas_kernels.bench import (
     grouped_matmul,
     mla_decode,
     quantize,
+    suite,
     timing,
     widened_matmul,
 )
@@ -323,3 +324,11 @@ def test_sizes_are_picked_whole_or_by_one_letter_and_a_wrong_one_is_refused():
     ):
         with pytest.raises(SizesError, match=said):
             plans(ops, sizes)
+
+
+@pytest.mark.parametrize("op", ["fp8_training", "fp8_wgrad"])
+def test_records_have_the_name_of_the_op_that_was_asked_for(op, monkeypatch):
+    for sizes in ("TRAINING_SIZES", "WGRAD_SIZES"):
+        monkeypatch.setattr(suite, sizes, ((192, 128, 256),))
+    (plan,) = plans([op])
+    assert plan.make().op == plan.op == op
