@@ -169,13 +169,14 @@ def stacks_written(grads: Grads, *, frame: Frame) -> Grads:
     GPU backend makes a kernel with one result: a parameter and its moments would take three that
     read all of it, and copies of what the first overwrites.
     """
-    if frame.stages is not None:
+    unrolled = frame.execution.layers_per_scan_step or FEW_LAYERS
+    if frame.stages is not None or unrolled == 1:
         return grads
-    table = describe(frame.cfg)
+    table, most = describe(frame.cfg), min(unrolled, FEW_LAYERS)
     few = {
         path: g
         for path, g in grads.items()
-        if table[path].dims[0] in LAYER_DIMS and 1 < g.shape[0] <= FEW_LAYERS
+        if table[path].dims[0] in LAYER_DIMS and 1 < g.shape[0] <= most
     }
     return {**grads, **jax.lax.optimization_barrier(few)}
 

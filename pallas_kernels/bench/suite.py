@@ -118,6 +118,7 @@ SWEEPS: dict[str, Sweep] = {
         WGRAD_SIZES, fp8_matmul.named, partial(fp8_matmul.tune, b_format=ACTIVATION)
     ),
     "grouped_matmul": Sweep(grouped_matmul.SIZES, grouped_matmul.named, grouped_matmul.tune),
+    "widened_matmul": Sweep(widened_matmul.SIZES, widened_matmul.named, widened_matmul.tune),
 }
 
 

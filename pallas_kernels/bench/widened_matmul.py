@@ -1,28 +1,47 @@
 """Time few rows times weights in 8 bits: bound by reading them, beside the same in bfloat16."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from pallas_kernels import hardware
+from pallas_kernels import hardware, tuning
 from pallas_kernels.accuracy import Difference, difference
-from pallas_kernels.bench.measure import Check, Part, Problem, Work
-from pallas_kernels.bench.timing import compiled_candidate, untimed
-from pallas_kernels.formats import WEIGHT
+from pallas_kernels.bench.measure import Check, Part, Problem, Work, in_threads
+from pallas_kernels.bench.timing import (
+    SWEEP_REST_S,
+    Candidate,
+    Record,
+    compiled_candidate,
+    interleaved,
+    untimed,
+)
+from pallas_kernels.formats import BLOCK, WEIGHT, Quantized
+from pallas_kernels.hardware import SM90_SCRATCH_BYTES
 from pallas_kernels.quantize import quantize
+from pallas_kernels.tuning import Table
 from pallas_kernels.widened_matmul import OP, widened_matmul
-from pallas_kernels.widened_matmul.cases import BENCH_SHAPES, make_case
+from pallas_kernels.widened_matmul.cases import BENCH_SHAPES, make_case, tuning_key
+from pallas_kernels.widened_matmul.jax_triton import ROW_TILES, Tile
 
 # E, M, N, K; all matrices multiply the same rows.
 Sizes = tuple[int, int, int, int]
 SIZES: tuple[Sizes, ...] = BENCH_SHAPES
-BFLOAT16 = "xla_bfloat16"
+OURS, BFLOAT16 = "jax_triton", "xla_bfloat16"
 # Weights rotate through more memory than any L2 holds.
 ROTATION_BYTES = 200_000_000
 MAX_SETS = 24
+NUM_COMPILE_THREADS = 12
+# Of a lane, in registers.
+MOST_SUMS = 64
+# In the norm of the whole: weights and results are rounded to bfloat16.
+MOST_ERROR = 1e-2
 
 
 def num_sets(sizes: Sizes) -> int:
@@ -42,13 +61,19 @@ def named(sizes: Sizes) -> dict[str, int]:
     return dict(zip("EMNK", sizes, strict=True))
 
 
+def draw(sizes: Sizes) -> tuple[Array, list[Quantized]]:
+    """Return rows [M, K] and stacks of weights that rotate."""
+    e, m, n, k = sizes
+    rows = jax.random.normal(jax.random.key(0), (m, k), jnp.bfloat16)
+    one = untimed(lambda key: quantize(jax.random.normal(key, (e, n, k)), format=WEIGHT))
+    return rows, [one(jax.random.key(seed)) for seed in range(1, num_sets(sizes) + 1)]
+
+
 def problem(sizes: Sizes) -> Problem:
     """Every backend on weights in 8 bits, and XLA's product of weights in bfloat16."""
     e, m, n, k = sizes
     case = make_case(e, m, n, k, hardware=hardware.current())
-    rows = jax.random.normal(jax.random.key(0), (m, k), jnp.bfloat16)
-    draw = untimed(lambda key: quantize(jax.random.normal(key, (e, n, k)), format=WEIGHT))
-    weights = [draw(jax.random.key(seed)) for seed in range(1, num_sets(sizes) + 1)]
+    rows, weights = draw(sizes)
     wide = [untimed(lambda w: w.dequantize(jnp.bfloat16))(w) for w in weights]
     work = Work(case.flops, case.bytes_moved, "bfloat16")
     parts = []
@@ -67,14 +92,78 @@ def problem(sizes: Sizes) -> Problem:
 
 def _checker(rows: jax.Array, weights: jax.Array) -> Check:
     """Compare with the product of the widened weights in float32."""
+    check = _difference(rows, weights)
+    return lambda name, result: check(result)
+
+
+def _difference(rows: jax.Array, weights: jax.Array) -> Callable[[Any], Difference]:
+    """Return what says how far a result is from the product in float32."""
     exact = untimed(
         lambda x, w: jnp.einsum(
             "mk,enk->emn", x.astype(jnp.float32), w.astype(jnp.float32), precision="highest"
         )
     )
     expected = np.asarray(exact(rows, weights))
+    return lambda result: difference(np.asarray(result.astype(jnp.float32)), expected)
 
-    def check(name: str, result: Any) -> Difference:
-        return difference(np.asarray(result.astype(jnp.float32)), expected)
 
-    return check
+def tiles_to_try(sizes: Sizes) -> list[Tile]:
+    """The tiles that a sweep compares at `sizes`: those whose sums and stages fit."""
+    e, m, n, k = sizes
+    rows = next(size for size in ROW_TILES if size >= m)
+    found = []
+    for weights, num_warps, num_stages in product((64, 128, 256), (4, 8), (2, 3, 4, 6)):
+        programs = e * -(-n // weights)
+        splits = (1,) if programs >= hardware.current().num_cores else (2, 4, 8)
+        stage_bytes = weights * BLOCK + rows * BLOCK * 2
+        # Sums of a lane, and as many again of one step.
+        if weights * rows > MOST_SUMS * 32 * num_warps:
+            continue
+        if num_stages * stage_bytes > SM90_SCRATCH_BYTES:
+            continue
+        found += [
+            Tile(weights, rows, num_warps=num_warps, num_stages=num_stages, num_splits=split)
+            for split in splits
+            if 2 * split <= -(-k // BLOCK) or split == 1
+        ]
+    return found
+
+
+def tune(
+    sizes: Sizes, table: Table, *, num_rounds: int = 3, num_threads: int = NUM_COMPILE_THREADS
+) -> Iterator[tuple[Record, Table]]:
+    """Yield a record for each tile at `sizes`, and the table with the fastest right one so far."""
+    rows, weights = draw(sizes)
+    case = make_case(*sizes, hardware=hardware.current())
+    key, tiles = tuning_key(case), tiles_to_try(sizes)
+    sets = [(rows, w) for w in weights]
+
+    def build(index: int) -> Candidate:
+        one = Table(table.device).with_entry("widened_matmul", key, settings=asdict(tiles[index]))
+        with tuning.override(one):
+            run = partial(widened_matmul, backend=OURS)
+            return compiled_candidate(str(index), run, sets)
+
+    builds = [partial(build, index) for index in range(len(tiles))]
+    candidates = in_threads(builds, num_threads=num_threads)
+    rounds = interleaved(candidates, num_rounds=num_rounds, round_s=0.005, rest_s=SWEEP_REST_S)
+    check = _difference(rows, untimed(lambda w: w.dequantize(jnp.bfloat16))(weights[0]))
+    best = float("inf")
+    for candidate in candidates:
+        settings = asdict(tiles[int(candidate.name)])
+        found = check(candidate.start(0))
+        record = Record(
+            op="widened_matmul",
+            sizes=named(sizes),
+            backend=OURS,
+            rounds_us=rounds[candidate.name],
+            flops=case.flops,
+            bytes_moved=case.bytes_moved,
+            total_error=found.total,
+            row_error=found.row,
+            settings=settings,
+        )
+        if found.total < MOST_ERROR and record.median_us < best:
+            best = record.median_us
+            table = table.with_entry("widened_matmul", key, settings=settings)
+        yield record, table

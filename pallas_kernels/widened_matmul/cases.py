@@ -51,6 +51,12 @@ def make_case(p: int, m: int, n: int, k: int, *, hardware: Hardware) -> WidenedC
     return WidenedCase(p=p, m=m, n=n, k=k, hardware=hardware, shared=True)
 
 
+def tuning_key(case: WidenedCase) -> str:
+    """The key of a product in tuning tables; rows by powers of two, as they vary by step."""
+    rows = 1 << max(case.m - 1, 0).bit_length()
+    return f"p{case.p}_m{rows}_n{case.n}_k{case.k}"
+
+
 # Matrices, rows, N, K: one row and many, edges in every dim, one matrix and several.
 TEST_SHAPES: tuple[tuple[int, int, int, int], ...] = (
     (1, 1, 1, 1),

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import sharded, triton
+from pallas_kernels import sharded, triton, tuning
 from pallas_kernels.formats import BLOCK, Quantized, round_up
-from pallas_kernels.widened_matmul.cases import FEW_ROWS, WidenedCase
+from pallas_kernels.widened_matmul.cases import FEW_ROWS, WidenedCase, tuning_key
 
 # Columns of X that a tile may have: what wgmma takes, up to the accumulator that fits beside sums.
 ROW_TILES: tuple[int, ...] = (16, 32, 64, 128)
@@ -33,7 +33,7 @@ class Tile:
     """How one program works.
 
     Attributes:
-        weights: rows of W that it multiplies, at most a square's.
+        weights: rows of W that it multiplies: half a square's, a square's or two squares'.
         rows: rows of X, padded with zeros.
         num_warps: warps that share the sums; 4 of them are one warpgroup.
         num_stages: steps of K in flight.
@@ -99,7 +99,10 @@ def run(
 
 
 def choose_tile(case: WidenedCase) -> Tile:
-    """Return the tile: a square of weights, or half of one and parts of K to fill the cores."""
+    """Return the measured tile, or a square of weights, or half and parts of K to fill cores."""
+    key = tuning_key(case)
+    if (settings := tuning.find("widened_matmul", key, device=case.hardware.kind)) is not None:
+        return Tile(**settings)
     rows = next(size for size in ROW_TILES if size >= case.m)
     cores = PROGRAMS_A_CORE * case.hardware.num_cores
     weights = BLOCK if case.p * (round_up(case.n, BLOCK) // BLOCK) >= cores else BLOCK // 2
@@ -139,8 +142,11 @@ def widened_product(
     end = (split + 1) * NUM_STEPS // NUM_SPLITS
     # Without a matrix nothing is read, and the result is zeros.
     end = tl.where(matrix >= 0, end, first)
-    w_at = w + (matrix * STORED_ROWS + columns)[:, None] * width + inner[None, :]
-    scale_at = scales + (matrix * (STORED_ROWS // BLOCK) + start // BLOCK) * NUM_STEPS
+    # Two squares of weights may be one more than there are: its rows are read from the last line.
+    lines = tl.minimum(columns, STORED_ROWS - 1) if WEIGHTS > BLOCK else columns
+    w_at = w + (matrix * STORED_ROWS + lines)[:, None] * width + inner[None, :]
+    squares = lines // BLOCK if WEIGHTS > BLOCK else start // BLOCK
+    scale_at = scales + (matrix * (STORED_ROWS // BLOCK) + squares) * NUM_STEPS
     first_row = 0 if SHARED else tile * NUM_ROWS
     x_at = x + (first_row + rows)[:, None] * width + inner[None, :]
     inside = (rows < NUM_ROWS)[:, None]
@@ -150,7 +156,8 @@ def widened_product(
         weights = tl.load(w_at + step * BLOCK)
         values = tl.load(x_at + step * BLOCK, mask=inside, other=0.0)
         part = tl.dot(weights.to(values.dtype), values.T)
-        total += part * tl.load(scale_at + step)
+        scale = tl.load(scale_at + step)
+        total += part * (scale[:, None] if WEIGHTS > BLOCK else scale)
 
     place = ((split.to(tl.int64) * tl.num_programs(1) + tile) * NUM_ROWS + rows)[
         None, :

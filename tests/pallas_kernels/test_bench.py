@@ -251,6 +251,24 @@ def test_a_sweep_ends_with_the_fastest_right_tile_in_the_table(monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_a_sweep_of_widened_weights_tries_tiles_that_fit(monkeypatch):
+    sizes = (2, 60, 256, 512)
+    tiles = widened_matmul.tiles_to_try(sizes)
+    assert {tile.weights for tile in tiles} == {64, 128, 256}
+    # 256 x 64 sums on four warps are 128 of a lane, and as many again of one step.
+    assert (256, 64, 4) not in {(t.weights, t.rows, t.num_warps) for t in tiles}
+    assert {tile.num_splits for tile in tiles} == {2}
+    monkeypatch.setattr(widened_matmul, "tiles_to_try", lambda sizes: tiles[:2])
+    monkeypatch.setattr(widened_matmul, "OURS", "xla")
+    times = {"0": 3.0, "1": 1.0}
+    monkeypatch.setattr(timing, "_round_us", lambda c, n, num_before: times[c.name])
+    empty = widened_matmul.Table("NVIDIA H200")
+    found = list(widened_matmul.tune(sizes, empty, num_rounds=1, num_threads=1))
+    assert len(found) == 2
+    assert found[-1][1].find("widened_matmul", "p2_m64_n256_k512") == tiles[1].__dict__
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_latent_decode_is_timed_on_both_caches(monkeypatch):
     monkeypatch.delitem(mla_decode.SPLIT_LENGTHS, "fixed")
     found = check(mla_decode.problem((1, 64, 2)), {"mosaic_gpu_auto", "xla_contiguous"})

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import deviceless, fp8_matmul, hardware, mla_decode, mosaic, triton
+from pallas_kernels import deviceless, fp8_matmul, hardware, mla_decode, mosaic, triton, tuning
 from pallas_kernels import quantize as quantize_op
 from pallas_kernels.accuracy import TOLERANCES, Difference, difference
 from pallas_kernels.formats import ACTIVATION, WEIGHT
@@ -28,6 +29,7 @@ from pallas_kernels.quantize.cases import QuantizeCase
 from pallas_kernels.widened_matmul import jax_triton as widened_file
 from pallas_kernels.widened_matmul import widened_matmul
 from pallas_kernels.widened_matmul.cases import make_case as widened_case
+from pallas_kernels.widened_matmul.cases import tuning_key
 from tests.pallas_kernels.latent_cache import by_numpy, make_batch
 from tests.pallas_kernels.operands import (
     exact_product,
@@ -132,7 +134,20 @@ DECODES = {
 
 
 # Matrices, rows, N, K: one matrix in parts of K, edges in every dim, and one that nobody uses.
-WIDENED = {"in parts of K": (1, 5, 200, 1500), "a stack": (3, 17, 130, 257)}
+WIDENED = {
+    "in parts of K": (1, 5, 200, 1500),
+    "a stack": (3, 17, 130, 257),
+    "two squares": (3, 17, 300, 257),
+}
+
+
+def two_squares(sizes):
+    """A table in which a program multiplies two squares of weights."""
+    case = widened_case(*sizes, hardware=hardware.find("NVIDIA H200"))
+    rows = min(size for size in widened_file.ROW_TILES if size >= case.m)
+    tile = widened_file.Tile(weights=256, rows=rows, num_warps=8, num_stages=3)
+    table = tuning.Table("NVIDIA H200")
+    return table.with_entry("widened_matmul", tuning_key(case), settings=asdict(tile))
 
 
 def write_interpreted():
@@ -159,7 +174,9 @@ def write_interpreted():
             order = np.array([*range(sizes[0])][::-1])
             given = jnp.asarray(np.where(order == 1, -1, order))
             x = x if x.ndim == 2 else x[order]
-            out = widened_matmul(x, w, matrices=given, backend="jax_triton")
+            wide = name == "two squares"
+            with tuning.override(two_squares(sizes)) if wide else nullcontext():
+                out = widened_matmul(x, w, matrices=given, backend="jax_triton")
             assert np.isfinite(np.asarray(out, np.float64)).all()
             read = order != 1
             found[name] = difference(np.asarray(out, np.float64)[read], expected[order][read])
@@ -251,10 +268,12 @@ def test_widened_weights_become_wgmma_without_spills(sizes, tmp_path):
         w = quantize(w, format=WEIGHT, backend="xla")
         return widened_matmul(x, w, backend="jax_triton")
 
-    (call,) = calls_of(run, ((m, k), jnp.bfloat16), ((e, n, k), jnp.bfloat16))
-    instructions = assemble(call, tmp_path / "kernel.ptx")
-    assert instructions
-    assert all("f32.bf16.bf16" in one for one in instructions)
+    for i, table in enumerate((tuning.Table("NVIDIA H200"), two_squares(sizes))):
+        with tuning.override(table):
+            (call,) = calls_of(run, ((m, k), jnp.bfloat16), ((e, n, k), jnp.bfloat16))
+        instructions = assemble(call, tmp_path / f"{i}.ptx")
+        assert instructions
+        assert all("f32.bf16.bf16" in one for one in instructions)
 
 
 def decode_operands(batch, num_queries, num_heads, max_pages):
