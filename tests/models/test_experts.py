@@ -15,6 +15,7 @@ from jaxfound.models.layers.expert_tiles import (
     outputs_here,
     outputs_of_8_bit,
     outputs_of_all,
+    rows_of_tiles,
     tile_product,
     touches_most,
 )
@@ -23,7 +24,9 @@ from pallas_kernels.formats import WEIGHT
 from pallas_kernels.quantize import quantize, rounded
 
 # One program for each shape, not one for each of its operations.
-tiles_of = jax.jit(expert_tiles.tiles_of, static_argnames=("num_experts", "most_choices"))
+tiles_of = jax.jit(
+    expert_tiles.tiles_of, static_argnames=("num_experts", "most_choices", "tile_rows")
+)
 EXPERTS, WIDTH, HIDDEN, CHOICES = 4, 8, 6, 2
 
 # What the router chose for each of 150 tokens: not a multiple of a tile's rows.
@@ -111,7 +114,15 @@ def test_a_tokens_choices_are_summed_in_their_own_order():
 @given(experts=st.lists(st.integers(0, EXPERTS), min_size=300, max_size=300))
 def test_every_choice_has_a_row_of_its_own_in_a_tile_of_its_expert(experts):
     """Choices of expert number EXPERTS are made elsewhere and have no row."""
-    found = tiles_of(jnp.asarray(experts, jnp.int32), num_experts=EXPERTS, most_choices=300)
+    whole = {"num_experts": EXPERTS, "most_choices": 300}
+    found = tiles_of(jnp.asarray(experts, jnp.int32), **whole)
+    small = tiles_of(jnp.asarray(experts, jnp.int32), **whole, tile_rows=16)
+    # In smaller tiles each stands at the same place among those of its expert.
+    places = np.asarray(small.slot_of_choice)[np.array(experts) < EXPERTS]
+    np.testing.assert_array_equal(
+        np.asarray(small.expert_of_tile)[places // 16],
+        np.array(experts)[np.array(experts) < EXPERTS],
+    )
     experts, tiles = np.array(experts), np.asarray(found.expert_of_tile)
     everyone, here = np.asarray(found.slot_of_choice), experts < EXPERTS
     slots = everyone[here]
@@ -126,6 +137,13 @@ def test_every_choice_has_a_row_of_its_own_in_a_tile_of_its_expert(experts):
         rows = np.sort(everyone[experts == expert])
         np.testing.assert_array_equal(rows, rows[0] + np.arange(len(rows)))
         assert rows[0] % TILE_ROWS == 0
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "rows"), [(0, 16), (64, 16), (6 * 129, 32), (6 * 512, 128), (10**6, 128)]
+)
+def test_tiles_have_twice_the_rows_of_an_average_expert(num_choices, rows):
+    assert rows_of_tiles(num_choices, num_experts=64) == rows
 
 
 def test_a_choice_keeps_its_place_among_those_of_its_expert():
@@ -193,7 +211,7 @@ def test_all_experts_are_multiplied_where_few_rows_touch_most_of_them():
     assert chosen == list(range(10, 129))
 
 
-@pytest.mark.parametrize("num_rows", [5, 150])
+@pytest.mark.parametrize("num_rows", [5, 129, 250])
 def test_experts_kept_in_8_bits_are_those_of_their_rounded_matrices(num_rows, monkeypatch):
     """Few rows, and many in tiles: by the way of kernels too, on what XLA makes of it."""
     rng = np.random.default_rng(0)

@@ -69,27 +69,30 @@ class Tiles(NamedTuple):
 
 
 @jax.named_scope(ROUTING)
-def tiles_of(experts: Int[Array, " R"], *, num_experts: int, most_choices: int) -> Tiles:
+def tiles_of(
+    experts: Int[Array, " R"], *, num_experts: int, most_choices: int, tile_rows: int = TILE_ROWS
+) -> Tiles:
     """Give every choice a row, grouped by expert, each group padded to whole tiles.
 
     Args:
         experts: the expert of each choice; `num_experts` for a choice that is not made here.
         num_experts: experts that hold matrices here.
         most_choices: most choices that are made here, whatever the router does.
+        tile_rows: rows of a tile.
     """
     partly_filled = min(num_experts, most_choices)
-    num_tiles = (most_choices + partly_filled * (TILE_ROWS - 1)) // TILE_ROWS
-    choices, num_slots = len(experts), num_tiles * TILE_ROWS
+    num_tiles = (most_choices + partly_filled * (tile_rows - 1)) // tile_rows
+    choices, num_slots = len(experts), num_tiles * tile_rows
     order = jnp.argsort(experts, stable=True)
     counts = jnp.bincount(experts, length=num_experts + 1)[:num_experts]
-    padded = -(-counts // TILE_ROWS) * TILE_ROWS
+    padded = -(-counts // tile_rows) * tile_rows
     ends = jnp.cumsum(padded)
     shift = (ends - padded) - (jnp.cumsum(counts) - counts)
     sorted_experts = experts[order]
     slots = jnp.arange(choices) + shift.at[sorted_experts].get(mode="fill", fill_value=0)
     slots = jnp.where(sorted_experts < num_experts, slots, num_slots)
     slot_of_choice = jnp.zeros(choices, slots.dtype).at[order].set(slots, unique_indices=True)
-    expert_of_tile = jnp.searchsorted(ends, jnp.arange(num_tiles) * TILE_ROWS, side="right")
+    expert_of_tile = jnp.searchsorted(ends, jnp.arange(num_tiles) * tile_rows, side="right")
     return Tiles(
         slot_of_choice=slot_of_choice,
         choice_of_slot=inverse(slot_of_choice, size=num_slots),
@@ -213,15 +216,31 @@ def outputs_of_8_bit(
     gate, up, down = (kernel.mT for kernel in kernels)
     if in_fp8:
         return outputs_here(rows, experts, (gate, up, down), "fp8")
-    tiles = tiles_of(experts.reshape(-1), num_experts=num_experts, most_choices=experts.size)
-    rows_PMD = in_tiles(rows, tiles).reshape(-1, TILE_ROWS, rows.shape[1])
+    tile_rows = rows_of_tiles(experts.size, num_experts=num_experts)
+    tiles = tiles_of(
+        experts.reshape(-1),
+        num_experts=num_experts,
+        most_choices=experts.size,
+        tile_rows=tile_rows,
+    )
+    rows_PMD = in_tiles(rows, tiles).reshape(-1, tile_rows, rows.shape[1])
     if not has_kernel(rows_PMD, kernels[0], num_tiles=len(rows_PMD)):
         gate, up, down = (kernel.dequantize(rows.dtype) for kernel in (gate, up, down))
         return outputs_here(rows, experts, (gate, up, down))
-    in_use = jnp.arange(len(rows_PMD)) < tiles.rows_of_expert.sum() // TILE_ROWS
+    in_use = jnp.arange(len(rows_PMD)) < tiles.rows_of_expert.sum() // tile_rows
     matrices = jnp.where(in_use, tiles.expert_of_tile, -1)
     out = widened_swiglu(rows_PMD, kernels, matrices).reshape(-1, rows.shape[1])
     return of_choices(out, tiles, experts)
+
+
+def rows_of_tiles(num_choices: int, *, num_experts: int) -> int:
+    """Return rows for tiles: twice what an expert has on average, as a program reads all of them.
+
+    What it reads and multiplies of a tile is whole, and weights of an expert with more rows than a
+    tile are read once more.
+    """
+    wanted = -(-2 * num_choices // num_experts)
+    return min(max(16, 1 << max(wanted - 1, 0).bit_length()), TILE_ROWS)
 
 
 def widened_swiglu(
