@@ -31,7 +31,8 @@ test: $(READY) ## every test but the slow ones and the notebooks
 	  -m "not slow and not notebook" $(ARGS)
 
 notebooks: $(READY) ## every notebook from an empty folder, as a reader runs it
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist load -m notebook $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m notebook \
+	  tests/end_to_end/test_notebooks.py $(ARGS)
 
 test-slow: $(READY) ## the long proofs
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)

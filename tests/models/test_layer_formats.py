@@ -177,16 +177,23 @@ def test_the_expert_loads_of_all_segments_are_one_stack():
     assert loads(precision(("layers.2.*", "fp8"))) == whole
 
 
+# One dense layer and two with experts.
+EXPERTS = model_config("mla_moe_yarn", num_layers=3)
+
+
+@cache
+def with_experts(policy):
+    return results_of(Frame(EXPERTS, execution=in_policy(policy)))
+
+
 @pytest.mark.parametrize("format", ["fp8", "fp8_weights", "bfloat16"])
 def test_experts_take_their_formats_by_layer(format):
-    model = model_config("mla_moe_yarn", num_layers=3)
     everywhere, first = (("layers.ffn.experts", format), ("layers.1.ffn.*", format))
-    check_precision(precision(everywhere, first), describe(model))
+    check_precision(precision(everywhere, first), describe(EXPERTS))
     plain, all_of_them, one = (
-        results_of(Frame(model, execution=in_policy(precision(*rules))))
+        with_experts(precision(*rules))
         for rules in ((), (everywhere,), (("layers.1.ffn.experts", format),))
     )
-    # Layer 0 is dense, layers 1 and 2 have experts.
     assert 1e-4 < worst(one, plain) < 1
     assert worst(one, all_of_them) > 1e-4
 

@@ -1,6 +1,7 @@
 """A feed-forward in 8 bits is one call where a kernel makes what lies between its products."""
 
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ MISSING = triton.missing()
 EVERYWHERE = ("layers.*",)
 
 
+@cache
 def lowered(patterns, *, remat="none", kind="NVIDIA H200"):
     """The program of a gradient with one layer, for a device that need not be there."""
     rules = tuple(PrecisionRule(pattern=pattern, format="fp8") for pattern in patterns)

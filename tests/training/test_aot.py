@@ -131,18 +131,16 @@ def test_an_h200_program_scatters_its_gradients_and_works_beside_collectives(on_
 
 
 @needs_plugin
-@pytest.mark.parametrize("num_layers", [2, 5])
-def test_one_kernel_updates_a_parameter_and_its_moments(num_layers, tmp_path):
+def test_one_kernel_updates_a_parameter_and_its_moments(tmp_path):
     # Layers that no loop goes over: few of them have gradients that XLA concatenates on their own.
-    model = {**DENSE, "num_layers": num_layers}
-    cfg = tiny(tmp_path, "parallel.layers_per_scan_step=all", "parallel.remat=none", model=model)
+    cfg = tiny(tmp_path, "parallel.layers_per_scan_step=all", "parallel.remat=none")
     plan = make_plan(cfg, Topology.parse("1:h200"))
     target = target_of(plan.topology)
     mesh = build_mesh(plan, devices=target.devices)
     text, _, _ = compiled_text(cfg, plan, mesh, target=target, folder=tmp_path)
     entry = text[text.index("\nENTRY") :]
     results = [line.split(" fusion(")[0] for line in entry.splitlines() if " fusion(" in line]
-    assert any(r.count(f"f32[{num_layers},32,16]") == 3 for r in results)
+    assert any(r.count("f32[2,32,16]") == 3 for r in results)
 
 
 def test_a_plans_workspace_is_compared_only_where_the_devices_were_asked():
