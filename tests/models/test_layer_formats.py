@@ -186,7 +186,9 @@ def with_experts(policy):
     return results_of(Frame(EXPERTS, execution=in_policy(policy)))
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_weights", "bfloat16"])
+@pytest.mark.parametrize(
+    "format", ["fp8", "fp8_weights", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_experts_take_their_formats_by_layer(format):
     everywhere, first = (("layers.ffn.experts", format), ("layers.1.ffn.*", format))
     check_precision(precision(everywhere, first), describe(EXPERTS))

@@ -59,12 +59,19 @@ def scanned():
 @pytest.mark.parametrize(
     "execution",
     [
-        Execution(layers_per_scan_step=2),
-        # Between the one above and the one below.
-        pytest.param(Execution(layers_per_scan_step=3), marks=pytest.mark.slow),
-        Execution(layers_per_scan_step=0),
-        Execution(remat="matmul_outputs"),
-        Execution(remat="full"),
+        Execution(layers_per_scan_step=2, remat="full"),
+        Execution(layers_per_scan_step=0, remat="matmul_outputs"),
+        # One at a time; 3 is between 2 and all.
+        *(
+            pytest.param(execution, marks=pytest.mark.slow)
+            for execution in (
+                Execution(layers_per_scan_step=2),
+                Execution(layers_per_scan_step=3),
+                Execution(layers_per_scan_step=0),
+                Execution(remat="matmul_outputs"),
+                Execution(remat="full"),
+            )
+        ),
     ],
     ids=lambda e: f"{e.layers_per_scan_step} layers a step, remat {e.remat}",
 )
