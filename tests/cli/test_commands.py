@@ -110,7 +110,11 @@ def test_an_error_of_the_installed_command_has_no_traceback(tmp_path):
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],
+    ids=lambda s: s.name,
+)
 def test_a_signal_saves_and_exits_cleanly_and_the_run_goes_on(tmp_path, number):
     cfg = tiny(tmp_path, "train.steps=100000", "checkpoint.every=0", "optimizer.warmup_steps=0")
     save(cfg, tmp_path / "long.yaml")

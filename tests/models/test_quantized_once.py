@@ -101,7 +101,11 @@ def test_experts_are_quantised_once_before_all_loops():
 
 
 @pytest.mark.parametrize(
-    ("execution", "model"), [(EXECUTION, "gqa"), (OF_EXPERTS, "mla_moe_yarn")], ids=["gqa", "moe"]
+    ("execution", "model"),
+    [
+        pytest.param(EXECUTION, "gqa", id="gqa"),
+        pytest.param(OF_EXPERTS, "mla_moe_yarn", id="moe", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_are_those_of_weights_that_are_quantised_in_every_use(
     execution, model, monkeypatch
