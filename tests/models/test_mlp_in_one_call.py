@@ -64,6 +64,7 @@ def test_else_each_product_rounds_its_own_operands(patterns, remat):
     assert set(taken) == {1}
 
 
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_gradients_of_what_several_layers_read_are_one_sum():
     text = lowered(EVERYWHERE)
     calls = re.findall(r"@mosaic_gpu_v2\(([^)]*)", text)
