@@ -74,7 +74,8 @@ def bound_of(cfg: RunConfig, base: Mapping[str, Any], kernels: Mapping[str, Any]
         cfg: the run: one device, one micro-batch, nothing computed again, grouped-query attention
             and dense feed-forwards.
         base: the row of the same run in bfloat16, with a breakdown.
-        kernels: the record of `bench kernels --op fp8_training --op fp8_wgrad --op quantize`.
+        kernels: the record of `bench kernels --op fp8_training --op fp8_wgrad`, and `--op quantize`
+            for the times of rounding.
 
     Raises:
         TrainingError: if the run is another, the row is of another, or a product was not timed.

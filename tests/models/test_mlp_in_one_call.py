@@ -10,9 +10,10 @@ import pytest
 from jaxfound.config.precision import PrecisionConfig, PrecisionRule
 from jaxfound.models.build import Frame
 from jaxfound.models.execution import Execution
+from jaxfound.models.layers import linear
 from jaxfound.models.quantized_once import quantized_once, with_quantized
 from pallas_kernels import hardware, triton
-from tests.models.tiny import model_config
+from tests.models.tiny import jit, model_config, relative_error, tokens_of, weights_of
 
 MISSING = triton.missing()
 EVERYWHERE = ("layers.*",)
@@ -72,6 +73,28 @@ def test_gradients_of_what_several_layers_read_are_one_sum():
     assert sorted({len(operands.split(",")) for operands in calls}) == [4, 7, 10]
     calls = re.findall(r"@mosaic_gpu_v2\(([^)]*)", lowered(EVERYWHERE, remat="full"))
     assert {len(operands.split(",")) for operands in calls} == {4}
+
+
+@pytest.mark.parametrize("model", ["gqa", pytest.param("mla_moe_yarn", marks=pytest.mark.slow)])
+def test_products_of_one_call_are_those_of_each_layer(model, monkeypatch):
+    rule = PrecisionRule(pattern="layers.mixer.*", format="fp8")
+    precision = PrecisionConfig(compute="float32", rules=(rule,))
+    execution = Execution(precision=precision, remat="none")
+    frame = Frame(model_config(model, num_layers=2), execution=execution)
+    params, buffers = weights_of(frame)
+    tokens = jnp.asarray(tokens_of(2, 8))
+
+    def loss(params):
+        model = frame.bind(with_quantized(params, quantized_once(frame, params)), buffers)
+        return jnp.sin(model.hidden(tokens, model.row(tokens, None, None)).final).sum()
+
+    apart = jit(jax.grad(loss))(params)
+    asked = []
+    monkeypatch.setattr(linear, "adds_products", lambda *sizes: not asked.append(sizes))
+    together = jit(jax.grad(lambda params: loss(params)))(params)
+    assert asked
+    for path, grad in together.items():
+        assert relative_error(grad, apart[path]) < 1e-4, path
 
 
 def test_without_a_kernel_xla_rounds():

@@ -106,17 +106,11 @@ class Linear(nnx.Module):
 def products_of(layers: Sequence[Linear], x: jax.Array, *, execution: Execution) -> list[jax.Array]:
     """Return what each of the layers makes of the same x [..., *inputs].
 
-    Where all are in 8 bits and a kernel adds up products as it makes them, it is one call, whose
-    gradient of x is one sum. Where something is computed again, each product stays one that a
-    policy can name.
+    Where `kernels_of_one_call` and a kernel adds up products as it makes them, it is one call,
+    whose gradient of x is one sum.
     """
-    kernels = [layer.kernel.get_value() for layer in layers]
-    beside = [kernel for kernel in kernels if isinstance(kernel, QuantizedBeside)]
-    if (
-        len(beside) < len(layers)
-        or any(layer.format != "fp8" for layer in layers)
-        or execution.remat != "none"
-    ):
+    beside = kernels_of_one_call(layers, remat=execution.remat)
+    if not beside:
         return [layer(x) for layer in layers]
     rows = x.shape[: x.ndim - layers[0].num_inputs]
     matrices = [kernel.quantized for kernel in beside]
@@ -132,6 +126,18 @@ def products_of(layers: Sequence[Linear], x: jax.Array, *, execution: Execution)
         y.reshape(*rows, *layer.out_sizes).astype(layer.dtype)
         for layer, y in zip(layers, outs, strict=True)
     ]
+
+
+def kernels_of_one_call(layers: Sequence[Linear], *, remat: str) -> list[QuantizedBeside]:
+    """Return the kernels of layers whose products may be one call; none if they may not.
+
+    All are in 8 bits already. Where something is computed again, each product stays one that a
+    policy can name.
+    """
+    kernels = [layer.kernel.get_value() for layer in layers]
+    beside = [kernel for kernel in kernels if isinstance(kernel, QuantizedBeside)]
+    in_fp8 = all(layer.format == "fp8" for layer in layers)
+    return beside if in_fp8 and remat == "none" and len(beside) == len(layers) else []
 
 
 def weight_dtype(format: Format, dtype: jnp.dtype) -> jnp.dtype:

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jaxfound.config.model import ModelConfig
 from jaxfound.models.execution import Execution
-from jaxfound.models.layers.linear import Linear, QuantizedBeside
+from jaxfound.models.layers.linear import Linear, kernels_of_one_call
 from pallas_kernels.linear import Swiglu, swiglu_of_quantized
 from pallas_kernels.quantize import serves_swiglu
 from pallas_kernels.sharded import is_local
@@ -40,8 +40,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the feed-forward of x [B T D]."""
-        kernels = Swiglu(*(each.kernel.get_value() for each in (self.gate, self.up, self.down)))
-        if self.is_one_call(kernels, num_tokens=math.prod(x.shape[:-1])):
+        kernels = kernels_of_one_call((self.gate, self.up, self.down), remat=self.remat)
+        if kernels and self.is_one_call(math.prod(x.shape[:-1])):
             cast = Swiglu(*(kernel.kernel.astype(self.gate.dtype) for kernel in kernels))
             quantized = Swiglu(*(kernel.quantized for kernel in kernels))
             return swiglu_of_quantized(x, cast, quantized).astype(self.gate.dtype)
@@ -49,16 +49,6 @@ class Mlp(nnx.Module):
         hidden_BTF = self.rules.constrain(hidden_BTF, "batch", "seq", "ffn")
         return self.down(hidden_BTF)
 
-    def is_one_call(self, kernels: Swiglu, *, num_tokens: int) -> bool:
-        """Whether all three products are in 8 bits and a kernel makes what lies between them.
-
-        Where something is computed again, each product is to be one that a policy can name.
-        """
-        layers = (self.gate, self.up, self.down)
-        return (
-            all(layer.format == "fp8" for layer in layers)
-            and all(isinstance(kernel, QuantizedBeside) for kernel in kernels)
-            and self.remat == "none"
-            and is_local()
-            and serves_swiglu(num_tokens, self.gate.out_sizes[0])
-        )
+    def is_one_call(self, num_tokens: int) -> bool:
+        """Whether a kernel makes what lies between the three products of these tokens."""
+        return is_local() and serves_swiglu(num_tokens, self.gate.out_sizes[0])
