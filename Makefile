@@ -14,6 +14,8 @@ READY := $(VENV)/.ready-$(EXTRAS)
 
 export JAX_PLATFORMS ?= cpu
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
+# Containers often set it; without compiled modules every new process spends five seconds on importing.
+unexport PYTHONDONTWRITEBYTECODE
 
 $(READY): pyproject.toml constraints.txt .ci/venv
 	@PYTHON="$(PYTHON)" bash .ci/venv $(VENV) $(EXTRAS)
