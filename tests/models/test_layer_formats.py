@@ -187,7 +187,11 @@ def with_experts(policy):
 
 
 @pytest.mark.parametrize(
-    "format", ["fp8", "fp8_weights", pytest.param("bfloat16", marks=pytest.mark.slow)]
+    "format",
+    [
+        "fp8",
+        *(pytest.param(other, marks=pytest.mark.slow) for other in ("fp8_weights", "bfloat16")),
+    ],
 )
 def test_experts_take_their_formats_by_layer(format):
     everywhere, first = (("layers.ffn.experts", format), ("layers.1.ffn.*", format))

@@ -30,8 +30,9 @@ DENSE = [
     {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 0},
     {"fsdp": 2, "context": 2, "tensor": 2, "zero_stage": 2, "activations": "sequence"},
 ]
-# Pairs that the layouts, context and expert parallelism of this folder's other files hold too.
-ELSEWHERE = EXPERTS[:2]
+# Pairs that the layouts, context and expert parallelism of this folder's other files hold too, or
+# a pipeline's equality beside another one here.
+ELSEWHERE = EXPERTS[:3]
 CASES = [
     pytest.param(name, layout, marks=[pytest.mark.slow] if layout in ELSEWHERE else [])
     for name, layouts in (("tiny-mla-moe", EXPERTS), ("tiny-dense", DENSE))

@@ -54,6 +54,7 @@ def test_a_trial_gives_the_loss_that_the_rules_give(written):
     assert np.abs(tried - plain).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_experts_are_tried_a_layer_at_a_time(written, tmp_path):
     cfg = tiny(tmp_path, "model.num_layers=3", "train.loss_chunk=5", model={**MOE, "mtp_depth": 0})
     cfg = cfg.model_copy(update={"data": written.data})

@@ -74,6 +74,7 @@ def test_a_cluster_too_large_for_a_laptop_keeps_its_axes():
     assert small_degrees(degrees(fsdp=4, tensor=4), most=16) == degrees(fsdp=4, tensor=4)
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 def test_a_run_as_it_is_holds_in_bfloat16():
     """Its own sizes and formats; XLA's compiler for CPUs added up bfloat16 in shards, and lived."""
@@ -141,7 +142,7 @@ def test_an_axis_without_its_collectives_or_with_one_that_undoes_it_is_not_real(
         pytest.param("fsdp", "zero_stage=0", False, marks=pytest.mark.slow),
         ("fsdp", "zero_stage=2", True),
         pytest.param("tensor", "activations=replicated", False, marks=pytest.mark.slow),
-        ("tensor", "activations=sequence", True),
+        pytest.param("tensor", "activations=sequence", True, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_to_be_scattered_is_looked_for_in_the_program_for_h200s(axis, key, scatters):

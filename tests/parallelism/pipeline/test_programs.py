@@ -80,6 +80,7 @@ def memory_of_gradients(layers_of_a_stage):
     return memory_of(compiled).temporaries, layers // model.num_layers
 
 
+@pytest.mark.slow
 def test_no_more_room_is_taken_beside_the_sums_for_six_layers_a_stage_than_for_two():
     (few, of_a_layer), (many, _) = memory_of_gradients(2), memory_of_gradients(6)
     assert many - few < of_a_layer

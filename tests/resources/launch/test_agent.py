@@ -238,6 +238,7 @@ time.sleep(100)
         os.kill(int(there.read_text()), 0)
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_twice_in_a_row_is_left_out_if_enough_are_left(tmp_path):
     # The second host of three is broken; the one that was third is process 1 without it.
     program = """
