@@ -25,7 +25,7 @@ from tests.training.tiny import MOE, tiny
 
 PIPELINE = ("parallel.pipeline=2", "parallel.num_microbatches=2")
 # dualpipe wants two micro-batches a rank.
-NAMES = ("paired_1f1b", "dualpipe", "1f1b")
+NAMES = ("paired_1f1b", "dualpipe")
 
 
 def staged(folder, *overrides, model=None):
@@ -53,12 +53,11 @@ def test_a_stage_alone_comes_first_and_every_layout_computes_one_loss(run):
     _, rows, _ = run
     names = [row.candidate.name for row in rows]
     assert names == ["alone", *NAMES, "fsdp=2"]
-    assert [row.candidate.num_devices for row in rows] == [1, 2, 2, 2, 2]
-    assert [row.candidate.cfg.model.num_layers for row in rows] == [1, 2, 2, 2, 2]
-    alone, paired, _, one, fsdp = (row.timed for row in rows)
-    for other in (one, fsdp):
-        assert other.losses == pytest.approx(paired.losses, rel=1e-5)
-        assert other.grad_norms == pytest.approx(paired.grad_norms, rel=1e-4)
+    assert [row.candidate.num_devices for row in rows] == [1, 2, 2, 2]
+    assert [row.candidate.cfg.model.num_layers for row in rows] == [1, 2, 2, 2]
+    alone, paired, _, fsdp = (row.timed for row in rows)
+    assert fsdp.losses == pytest.approx(paired.losses, rel=1e-5)
+    assert fsdp.grad_norms == pytest.approx(paired.grad_norms, rel=1e-4)
     # Weights move, so that later losses compare gradients too.
     assert paired.losses[2] < paired.losses[1] < paired.losses[0] != alone.losses[0]
 
