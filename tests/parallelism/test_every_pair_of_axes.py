@@ -30,8 +30,9 @@ DENSE = [
     {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 0},
     {"fsdp": 2, "context": 2, "tensor": 2, "zero_stage": 2, "activations": "sequence"},
 ]
-# Pairs that the layouts, context and expert parallelism of this folder's other files hold too, or
-# a pipeline's equality beside another one here.
+# What stands beside these in `make test`: data and context in test_context_parallel.py, data and
+# experts in a layer of test_expert_parallel.py, experts and context with stages in
+# pipeline/test_pipelines_equal_one_device.py; every other pair in the layouts below them.
 ELSEWHERE = EXPERTS[:3]
 CASES = [
     pytest.param(name, layout, marks=[pytest.mark.slow] if layout in ELSEWHERE else [])
