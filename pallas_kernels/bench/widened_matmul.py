@@ -112,9 +112,16 @@ def tiles_to_try(sizes: Sizes) -> list[Tile]:
     e, m, n, k = sizes
     rows = next(size for size in ROW_TILES if size >= m)
     found = []
-    for weights, num_warps, num_stages in product((64, 128, 256), (4, 8), (2, 3, 4, 6)):
-        programs = e * -(-n // weights)
-        splits = (1,) if programs >= hardware.current().num_cores else (2, 4, 8)
+    cores = hardware.current().num_cores
+    many = e * -(-n // BLOCK) >= cores
+    for weights, num_warps, num_stages in product((16, 32, 64, 128), (1, 2, 4), (2, 3, 4, 6)):
+        # A warp has 16 or 32 rows of weights: of fewer, two would widen the same.
+        if not 16 <= weights // num_warps <= 32:
+            continue
+        # Where there are many programs they have 64 rows or more; few wait for their first bytes.
+        if weights < 64 if many else num_stages < 3:
+            continue
+        splits = (1,) if many else _splits_to_try(e * -(-n // weights), -(-k // BLOCK))
         stage_bytes = weights * BLOCK + rows * BLOCK * 2
         # Sums of a lane, and as many again of one step.
         if weights * rows > MOST_SUMS * 32 * num_warps:
@@ -124,9 +131,15 @@ def tiles_to_try(sizes: Sizes) -> list[Tile]:
         found += [
             Tile(weights, rows, num_warps=num_warps, num_stages=num_stages, num_splits=split)
             for split in splits
-            if 2 * split <= -(-k // BLOCK) or split == 1
         ]
     return found
+
+
+def _splits_to_try(programs: int, num_steps: int) -> list[int]:
+    """Parts of K, of two steps or more, that give half the cores work and none more than four."""
+    cores = hardware.current().num_cores
+    whole = [split for split in (1, 2, 4, 8) if 2 * split <= num_steps or split == 1]
+    return [split for split in whole if cores <= 2 * split * programs < 8 * cores] or whole[-1:]
 
 
 def tune(

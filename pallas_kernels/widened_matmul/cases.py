@@ -7,6 +7,8 @@ from pallas_kernels.hardware import Hardware
 
 # Most rows whose sums a program of the Triton kernel holds.
 FEW_ROWS = 128
+# As many products fill a card whatever the tile; more are tuned as these.
+MANY_PRODUCTS = 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,12 @@ def make_case(p: int, m: int, n: int, k: int, *, hardware: Hardware) -> WidenedC
 
 
 def tuning_key(case: WidenedCase) -> str:
-    """The key of a product in tuning tables; rows by powers of two, as they vary by step."""
-    rows = 1 << max(case.m - 1, 0).bit_length()
-    return f"p{case.p}_m{rows}_n{case.n}_k{case.k}"
+    """The key of a product in tuning tables.
+
+    Rows and products by powers of two, as they vary by step, and products up to `MANY_PRODUCTS`.
+    """
+    rows, products = (1 << max(size - 1, 0).bit_length() for size in (case.m, case.p))
+    return f"p{min(products, MANY_PRODUCTS)}_m{rows}_n{case.n}_k{case.k}"
 
 
 # Matrices, rows, N, K: one row and many, edges in every dim, one matrix and several.

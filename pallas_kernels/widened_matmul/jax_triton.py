@@ -33,7 +33,7 @@ class Tile:
     """How one program works.
 
     Attributes:
-        weights: rows of W that it multiplies: half a square's, a square's or two squares'.
+        weights: rows of W that it multiplies: those of a square, or a part of them.
         rows: rows of X, padded with zeros.
         num_warps: warps that share the sums; 4 of them are one warpgroup.
         num_stages: steps of K in flight.
@@ -68,9 +68,11 @@ def run(
 ) -> Float[Array, "p m n"]:
     """Return the product in the dtype of `x`; parts of K are added in order."""
     tile = choose_tile(case)
-    num_steps = w.values.shape[2] // BLOCK
-    inner = [(0, 0)] * (x.ndim - 1) + [(0, w.values.shape[2] - case.k)]
+    width = w.values.shape[2]
+    inner = [(0, 0)] * (x.ndim - 1) + [(0, width - case.k)]
     rows = jnp.pad(x, inner) if inner[-1][1] else x
+    # Of every step the even columns first, then the odd ones: as the kernel takes bytes of W.
+    rows = rows.reshape(*x.shape[:-1], -1, BLOCK // 2, 2).mT.reshape(*x.shape[:-1], width)
     if matrices is None:
         matrices = jnp.arange(case.p)
     dtype = x.dtype if tile.num_splits == 1 else jnp.float32
@@ -85,13 +87,14 @@ def run(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         hardware=case.hardware,
+        uses=("widened_bytes",),
         NUM_ROWS=case.m,
         NUM_COLUMNS=case.n,
         STORED_ROWS=w.values.shape[1],
         SHARED=case.shared,
         WEIGHTS=tile.weights,
         ROWS=tile.rows,
-        NUM_STEPS=num_steps,
+        NUM_STEPS=width // BLOCK,
         NUM_SPLITS=tile.num_splits,
         BLOCK=BLOCK,
     )
@@ -137,32 +140,54 @@ def widened_product(
 
     columns = start + tl.arange(0, WEIGHTS)
     rows = tl.arange(0, ROWS)
-    inner = tl.arange(0, BLOCK)
+    # Two bytes are read as one word: words come to registers by whole matrices, bytes one by one.
+    half = tl.arange(0, BLOCK // 2)
+    words = w.to(tl.pointer_type(tl.int16), bitcast=True)
     first = split * NUM_STEPS // NUM_SPLITS
     end = (split + 1) * NUM_STEPS // NUM_SPLITS
     # Without a matrix nothing is read, and the result is zeros.
     end = tl.where(matrix >= 0, end, first)
-    # Two squares of weights may be one more than there are: its rows are read from the last line.
-    lines = tl.minimum(columns, STORED_ROWS - 1) if WEIGHTS > BLOCK else columns
-    w_at = w + (matrix * STORED_ROWS + lines)[:, None] * width + inner[None, :]
-    squares = lines // BLOCK if WEIGHTS > BLOCK else start // BLOCK
-    scale_at = scales + (matrix * (STORED_ROWS // BLOCK) + squares) * NUM_STEPS
+    w_at = words + (matrix * STORED_ROWS + columns)[:, None] * (width // 2) + half[None, :]
+    scale_at = scales + (matrix * (STORED_ROWS // BLOCK) + start // BLOCK) * NUM_STEPS
     first_row = 0 if SHARED else tile * NUM_ROWS
-    x_at = x + (first_row + rows)[:, None] * width + inner[None, :]
+    x_at = x + (first_row + rows)[:, None] * width + half[None, :]
     inside = (rows < NUM_ROWS)[:, None]
 
     total = tl.zeros((WEIGHTS, ROWS), dtype=tl.float32)
     for step in range(first, end):
-        weights = tl.load(w_at + step * BLOCK)
-        values = tl.load(x_at + step * BLOCK, mask=inside, other=0.0)
-        # By way of float32: to bfloat16 at once is an instruction that takes a core four times as
-        # long as reading the element does.
-        part = tl.dot(weights.to(tl.float32).to(values.dtype), values.T)
-        scale = tl.load(scale_at + step)
-        total += part * (scale[:, None] if WEIGHTS > BLOCK else scale)
+        weights = tl.load(w_at + step * (BLOCK // 2))
+        even = tl.load(x_at + step * BLOCK, mask=inside, other=0.0)
+        odd = tl.load(x_at + step * BLOCK + BLOCK // 2, mask=inside, other=0.0)
+        part = tl.dot(widened_bytes(weights, "0x20"), even.T)
+        part = tl.dot(widened_bytes(weights, "0x31"), odd.T, part)
+        total += part * tl.load(scale_at + step)
 
     place = ((split.to(tl.int64) * tl.num_programs(1) + tile) * NUM_ROWS + rows)[
         None, :
     ] * NUM_COLUMNS + columns[:, None]
     stored = (columns < NUM_COLUMNS)[:, None] & (rows < NUM_ROWS)[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
+
+
+def widened_bytes(words: "Pointer", places: "constexpr") -> "Pointer":
+    """Return a byte of each 16-bit word as bfloat16; source for Triton.
+
+    Two words at a time, and by way of float32: a cast to bfloat16 at once is one instruction an
+    element, which a core takes longer for than for reading it.
+
+    Args:
+        words: of two elements each.
+        places: of the byte in two words: those of `prmt`.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 bytes, both; .reg .b16 pair, low, high; .reg .f32 one, other;"
+        "prmt.b32 bytes, $1, 0, " + places + "; cvt.u16.u32 pair, bytes;"
+        "cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both;"
+        "cvt.f32.f16 one, low; cvt.f32.f16 other, high;"
+        "cvt.rn.bf16x2.f32 $0, other, one; }",
+        "=r,r",
+        [words],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )

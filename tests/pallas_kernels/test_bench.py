@@ -254,10 +254,13 @@ def test_a_sweep_ends_with_the_fastest_right_tile_in_the_table(monkeypatch):
 def test_a_sweep_of_widened_weights_tries_tiles_that_fit(monkeypatch):
     sizes = (2, 60, 256, 512)
     tiles = widened_matmul.tiles_to_try(sizes)
-    assert {tile.weights for tile in tiles} == {64, 128, 256}
-    # 256 x 64 sums on four warps are 128 of a lane, and as many again of one step.
-    assert (256, 64, 4) not in {(t.weights, t.rows, t.num_warps) for t in tiles}
-    assert {tile.num_splits for tile in tiles} == {2}
+    # K is four steps, and few programs have parts of two.
+    assert {(t.weights, t.num_splits) for t in tiles} == {(16, 2), (32, 2), (64, 2), (128, 2)}
+    many = widened_matmul.tiles_to_try((64, 60, 1408, 2048))
+    shapes = {(t.weights, t.num_warps, t.num_splits) for t in many}
+    assert shapes == {(64, 2, 1), (64, 4, 1), (128, 4, 1)}
+    one = widened_matmul.tiles_to_try((1, 16, 3072, 2048))
+    assert {t.num_splits for t in one if t.weights == 16} == {1, 2}
     monkeypatch.setattr(widened_matmul, "tiles_to_try", lambda sizes: tiles[:2])
     monkeypatch.setattr(widened_matmul, "OURS", "xla")
     times = {"0": 3.0, "1": 1.0}

@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels import triton, tuning
 from pallas_kernels.accuracy import TOLERANCES, difference
-from pallas_kernels.formats import ACTIVATION, WEIGHT, Format
+from pallas_kernels.formats import ACTIVATION, WEIGHT, Format, Quantized
 from pallas_kernels.fp8_matmul import fp8_matmul, jax_triton
 from pallas_kernels.fp8_matmul.cases import FEW_ROWS, tuning_key
 from pallas_kernels.mla_decode import mla_decode
@@ -158,6 +159,16 @@ def test_widened_weights_multiply_right_in_every_row(sizes, shared):
     assert np.isfinite(out).all()
     measured = difference(out[read], expected[order][read])
     assert measured.within(TOLERANCES["fp8_matmul", "bfloat16"]), measured
+
+
+def test_every_value_of_8_bits_is_widened_as_it_is():
+    # Each at even columns and odd ones, but NaN.
+    codes = np.add.outer(np.arange(128), np.arange(256)).astype(np.uint8).reshape(2, 128, 128)
+    codes[codes % 128 == 127] = 0
+    values = codes.view(ml_dtypes.float8_e4m3fn)
+    w = Quantized(jnp.asarray(values), jnp.ones((2, 1, 1)), 128, 128, WEIGHT)
+    out = widened_matmul(jnp.eye(128, dtype=jnp.bfloat16), w, backend="jax_triton")
+    np.testing.assert_array_equal(np.asarray(out, np.float32).mT, values.astype(np.float32))
 
 
 def decode(batch, *, split_len):

@@ -23,6 +23,8 @@ TILE_ROWS = 128
 # Share of the experts from which on a product of all of them beats the grouped one, which reads the
 # touched ones alone: on an H200 they stream weights at 3.9 and 2.3 TB/s (docs/kernels.md).
 LEAST_SHARE = 0.6
+# Choices up to which each is compared with each to find its place.
+MOST_COMPARED = 1024
 
 # What finds tokens their experts, and their way there and back, is under this name in a program.
 ROUTING = "routing"
@@ -82,23 +84,42 @@ def tiles_of(
     """
     partly_filled = min(num_experts, most_choices)
     num_tiles = (most_choices + partly_filled * (tile_rows - 1)) // tile_rows
-    choices, num_slots = len(experts), num_tiles * tile_rows
-    order = jnp.argsort(experts, stable=True)
-    counts = jnp.bincount(experts, length=num_experts + 1)[:num_experts]
+    num_slots = num_tiles * tile_rows
+    ranks, counts = ranks_and_counts(experts, num_experts=num_experts)
     padded = -(-counts // tile_rows) * tile_rows
     ends = jnp.cumsum(padded)
-    shift = (ends - padded) - (jnp.cumsum(counts) - counts)
-    sorted_experts = experts[order]
-    slots = jnp.arange(choices) + shift.at[sorted_experts].get(mode="fill", fill_value=0)
-    slots = jnp.where(sorted_experts < num_experts, slots, num_slots)
-    slot_of_choice = jnp.zeros(choices, slots.dtype).at[order].set(slots, unique_indices=True)
-    expert_of_tile = jnp.searchsorted(ends, jnp.arange(num_tiles) * tile_rows, side="right")
+    first_slots = (ends - padded).at[experts].get(mode="fill", fill_value=0)
+    slot_of_choice = jnp.where(experts < num_experts, first_slots + ranks, num_slots)
+    # One comparison with each end: a search is a loop of small programs.
+    starts = jnp.arange(num_tiles) * tile_rows
+    expert_of_tile = jnp.searchsorted(ends, starts, side="right", method="compare_all")
     return Tiles(
         slot_of_choice=slot_of_choice,
         choice_of_slot=inverse(slot_of_choice, size=num_slots),
         expert_of_tile=jnp.minimum(expert_of_tile, num_experts - 1),
         rows_of_expert=padded,
     )
+
+
+def ranks_and_counts(
+    experts: Int[Array, " R"], *, num_experts: int
+) -> tuple[Int[Array, " R"], Int[Array, " E"]]:
+    """Return how many choices before each have its expert, and how many each expert has.
+
+    Few choices, as in decoding, are compared with each other: a sort is many small programs.
+    """
+    choices = len(experts)
+    if choices <= MOST_COMPARED:
+        same = experts[:, None] == experts[None, :]
+        ranks = jnp.tril(same, -1).sum(axis=1, dtype=jnp.int32)
+        chosen = experts[None, :] == jnp.arange(num_experts, dtype=experts.dtype)[:, None]
+        return ranks, chosen.sum(axis=1, dtype=jnp.int32)
+    order = jnp.argsort(experts, stable=True)
+    counts = jnp.bincount(experts, length=num_experts + 1)
+    firsts = jnp.cumsum(counts) - counts
+    sorted_ranks = jnp.arange(choices) - firsts[experts[order]]
+    ranks = jnp.zeros(choices, sorted_ranks.dtype).at[order].set(sorted_ranks, unique_indices=True)
+    return ranks, counts[:num_experts]
 
 
 def inverse(places: Int[Array, " R"], *, size: int) -> Int[Array, " S"]:
@@ -196,9 +217,9 @@ def outputs_of_8_bit(
 ) -> Float[Array, "R A D"]:
     """Return what each row's experts make of it, their matrices kept in 8 bits.
 
-    Few rows meet every expert that one of them chose; the others are not read. Many stand in tiles
-    of one expert's rows. Either way matrices are widened as they are read; where there is no kernel
-    for that, many rows have all of them widened before.
+    So few rows that one tile holds them all meet every expert that one of them chose; the others
+    are not read. More stand in tiles of one expert's rows. Either way matrices are widened as they
+    are read; where there is no kernel for that, rows in tiles have all of them widened before.
 
     Args:
         rows: tokens.
@@ -206,17 +227,13 @@ def outputs_of_8_bit(
         kernels: of all experts, transposed.
         in_fp8: whether what they multiply is in 8 bits too; then many rows need nothing widened.
     """
-    gate = kernels[0]
-    num_experts = len(gate.values)
-    if len(rows) <= TILE_ROWS:
+    num_experts = len(kernels[0].values)
+    tile_rows = rows_of_tiles(experts.size, num_experts=num_experts)
+    if len(rows) <= tile_rows:
         chosen = jnp.zeros(num_experts, bool).at[experts].set(True)
         matrices = jnp.where(chosen, jnp.arange(num_experts), -1)
         out_ERD = widened_swiglu(rows, kernels, matrices, in_fp8=in_fp8)
         return out_ERD[experts, jnp.arange(len(rows))[:, None]]
-    gate, up, down = (kernel.mT for kernel in kernels)
-    if in_fp8:
-        return outputs_here(rows, experts, (gate, up, down), "fp8")
-    tile_rows = rows_of_tiles(experts.size, num_experts=num_experts)
     tiles = tiles_of(
         experts.reshape(-1),
         num_experts=num_experts,
@@ -224,13 +241,17 @@ def outputs_of_8_bit(
         tile_rows=tile_rows,
     )
     rows_PMD = in_tiles(rows, tiles).reshape(-1, tile_rows, rows.shape[1])
-    if not has_kernel(rows_PMD, kernels[0], num_tiles=len(rows_PMD)):
+    many_in_fp8 = in_fp8 and len(rows) > TILE_ROWS
+    if many_in_fp8 or not has_kernel(rows_PMD, kernels[0], num_tiles=len(rows_PMD)):
+        gate, up, down = (kernel.mT for kernel in kernels)
+        if in_fp8:
+            return outputs_here(rows, experts, (gate, up, down), "fp8")
         gate, up, down = (kernel.dequantize(rows.dtype) for kernel in (gate, up, down))
         return outputs_here(rows, experts, (gate, up, down))
     in_use = jnp.arange(len(rows_PMD)) < tiles.rows_of_expert.sum() // tile_rows
     matrices = jnp.where(in_use, tiles.expert_of_tile, -1)
-    out = widened_swiglu(rows_PMD, kernels, matrices).reshape(-1, rows.shape[1])
-    return of_choices(out, tiles, experts)
+    out_PMD = widened_swiglu(rows_PMD, kernels, matrices, in_fp8=in_fp8)
+    return of_choices(out_PMD.reshape(-1, rows.shape[1]), tiles, experts)
 
 
 def rows_of_tiles(num_choices: int, *, num_experts: int) -> int:
