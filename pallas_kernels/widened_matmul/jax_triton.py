@@ -71,8 +71,6 @@ def run(
     width = w.values.shape[2]
     inner = [(0, 0)] * (x.ndim - 1) + [(0, width - case.k)]
     rows = jnp.pad(x, inner) if inner[-1][1] else x
-    # Of every step the even columns first, then the odd ones: as the kernel takes bytes of W.
-    rows = rows.reshape(*x.shape[:-1], -1, BLOCK // 2, 2).mT.reshape(*x.shape[:-1], width)
     if matrices is None:
         matrices = jnp.arange(case.p)
     dtype = x.dtype if tile.num_splits == 1 else jnp.float32
@@ -87,7 +85,7 @@ def run(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         hardware=case.hardware,
-        uses=("widened_bytes",),
+        uses=("widened_pairs",),
         NUM_ROWS=case.m,
         NUM_COLUMNS=case.n,
         STORED_ROWS=w.values.shape[1],
@@ -140,26 +138,30 @@ def widened_product(
 
     columns = start + tl.arange(0, WEIGHTS)
     rows = tl.arange(0, ROWS)
-    # Two bytes are read as one word: words come to registers by whole matrices, bytes one by one.
+    # Four bytes are read as one word: words come to registers by whole matrices, bytes one by one.
+    # One product has the first two of each word, and so of every four columns of X the first two;
+    # the other has those behind.
+    quarter = tl.arange(0, BLOCK // 4)
     half = tl.arange(0, BLOCK // 2)
-    words = w.to(tl.pointer_type(tl.int16), bitcast=True)
+    pairs = tl.max_contiguous(tl.multiple_of(half // 2 * 4 + half % 2, 2), 2)
+    words = w.to(tl.pointer_type(tl.int32), bitcast=True)
     first = split * NUM_STEPS // NUM_SPLITS
     end = (split + 1) * NUM_STEPS // NUM_SPLITS
     # Without a matrix nothing is read, and the result is zeros.
     end = tl.where(matrix >= 0, end, first)
-    w_at = words + (matrix * STORED_ROWS + columns)[:, None] * (width // 2) + half[None, :]
+    w_at = words + (matrix * STORED_ROWS + columns)[:, None] * (width // 4) + quarter[None, :]
     scale_at = scales + (matrix * (STORED_ROWS // BLOCK) + start // BLOCK) * NUM_STEPS
     first_row = 0 if SHARED else tile * NUM_ROWS
-    x_at = x + (first_row + rows)[:, None] * width + half[None, :]
+    x_at = x + (first_row + rows)[:, None] * width + pairs[None, :]
     inside = (rows < NUM_ROWS)[:, None]
 
     total = tl.zeros((WEIGHTS, ROWS), dtype=tl.float32)
     for step in range(first, end):
-        weights = tl.load(w_at + step * (BLOCK // 2))
-        even = tl.load(x_at + step * BLOCK, mask=inside, other=0.0)
-        odd = tl.load(x_at + step * BLOCK + BLOCK // 2, mask=inside, other=0.0)
-        part = tl.dot(widened_bytes(weights, "0x20"), even.T)
-        part = tl.dot(widened_bytes(weights, "0x31"), odd.T, part)
+        weights = tl.load(w_at + step * (BLOCK // 4))
+        one = tl.load(x_at + step * BLOCK, mask=inside, other=0.0)
+        other = tl.load(x_at + step * BLOCK + 2, mask=inside, other=0.0)
+        part = tl.dot(widened_pairs(weights, "first", WEIGHTS, BLOCK // 2), one.T)
+        part = tl.dot(widened_pairs(weights, "second", WEIGHTS, BLOCK // 2), other.T, part)
         total += part * tl.load(scale_at + step)
 
     place = ((split.to(tl.int64) * tl.num_programs(1) + tile) * NUM_ROWS + rows)[
@@ -169,25 +171,27 @@ def widened_product(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
 
 
-def widened_bytes(words: "Pointer", places: "constexpr") -> "Pointer":
-    """Return a byte of each 16-bit word as bfloat16; source for Triton.
+def widened_pairs(
+    words: "Pointer", pair: "constexpr", ROWS: "constexpr", COLUMNS: "constexpr"
+) -> "Pointer":
+    """Return two bytes of each word as neighbours in bfloat16; source for Triton.
 
-    Two words at a time, and by way of float32: a cast to bfloat16 at once is one instruction an
-    element, which a core takes longer for than for reading it.
+    Two at a time, and by way of float32: a cast to bfloat16 at once is one instruction an element,
+    which a core takes longer for than for reading it.
 
     Args:
-        words: of two elements each.
-        places: of the byte in two words: those of `prmt`.
+        words: [ROWS, COLUMNS / 2], of four elements each.
+        pair: "first" for the low bytes, or "second".
     """
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 bytes, both; .reg .b16 pair, low, high; .reg .f32 one, other;"
-        "prmt.b32 bytes, $1, 0, " + places + "; cvt.u16.u32 pair, bytes;"
-        "cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both;"
-        "cvt.f32.f16 one, low; cvt.f32.f16 other, high;"
-        "cvt.rn.bf16x2.f32 $0, other, one; }",
-        "=r,r",
+    one, other = tl.inline_asm_elementwise(
+        "{ .reg .b16 first, second, low, high; .reg .b32 both; .reg .f32 wide_low, wide_high;"
+        "mov.b32 {first, second}, $2; cvt.rn.f16x2.e4m3x2 both, " + pair + ";"
+        "mov.b32 {low, high}, both; cvt.f32.f16 wide_low, low; cvt.f32.f16 wide_high, high;"
+        "cvt.rn.bf16.f32 $0, wide_low; cvt.rn.bf16.f32 $1, wide_high; }",
+        "=h,=h,r",
         [words],
-        dtype=tl.bfloat16,
+        dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=2,
+        pack=1,
     )
+    return tl.reshape(tl.join(one, other), (ROWS, COLUMNS))

@@ -50,3 +50,10 @@ def assemble(call, path, *, kind="NVIDIA H200"):
     assert re.findall(r"(\d+) bytes spill stores", said) == ["0"]
     assert "serialized" not in said
     return set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*", ptx))
+
+
+def machine_code(path):
+    """What a kernel that was assembled from `path` became, as text."""
+    tool = importlib.import_module("triton").knobs.nvidia.nvdisasm
+    command = [tool.path, "-c", f"{path}.cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
