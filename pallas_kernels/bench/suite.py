@@ -135,10 +135,18 @@ def plans(ops: Sequence[str] = (), sizes: Sequence[str] = ()) -> list[Plan]:
         raise SizesError(f"op {unknown[0]!r} is not timed here. Use one of {[*SUITE]}.")
     picked = picker(sizes)
     found = [plan for op in ops or SUITE for plan in SUITE[op]() if picked(plan.sizes)]
-    if not found:
-        asked = ", ".join(sizes)
+    timed = {tuple(plan.sizes.values()) for plan in found}
+    absent = ["x".join(map(str, one)) for one in whole_sizes(sizes) if one not in timed]
+    if absent or not found:
+        asked = ", ".join(absent or sizes)
         raise SizesError(f"no size of {', '.join(ops or SUITE)} is {asked}.")
     return found
+
+
+def whole_sizes(sizes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return those of `sizes` in which all are named: 64x4096x7168."""
+    whole = [text for text in sizes if re.fullmatch(r"\d+(x\d+)+", text)]
+    return [tuple(int(part) for part in text.split("x")) for text in whole]
 
 
 def picker(sizes: Sequence[str]) -> Callable[[Mapping[str, int]], bool]:
@@ -147,14 +155,12 @@ def picker(sizes: Sequence[str]) -> Callable[[Mapping[str, int]], bool]:
     Raises:
         SizesError: if one cannot be read.
     """
-    whole: set[tuple[int, ...]] = set()
+    whole = set(whole_sizes(sizes))
     single: list[tuple[str, set[int]]] = []
     for text in sizes:
-        if re.fullmatch(r"\d+(x\d+)+", text):
-            whole.add(tuple(int(part) for part in text.split("x")))
-        elif match := re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text):
+        if match := re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text):
             single.append((match[1], {int(part) for part in match[2].split(",")}))
-        else:
+        elif not whole_sizes([text]):
             raise SizesError(f"sizes {text!r} are neither like 64x4096x7168 nor like M=64,128.")
 
     def picked(named: Mapping[str, int]) -> bool:
@@ -171,12 +177,15 @@ def sweep(
     """Compare the tiles of `op`, yield each, and write the table to `out` after every size.
 
     Args:
-        sizes: as `plans` takes them.
+        sizes: as `plans` takes them; those of a model of your own too, where all are named.
     Raises:
         SizesError: if a size cannot be read, or nothing is left.
     """
     chosen, picked = SWEEPS[op], picker(sizes)
     asked = [one for one in chosen.sizes if picked(chosen.named(one))]
+    asked += [
+        one for one in whole_sizes(sizes) if one not in asked and len(one) == len(chosen.sizes[0])
+    ]
     if not asked:
         raise SizesError(f"no size of {op} is {', '.join(sizes)}.")
     device = hardware.current().kind

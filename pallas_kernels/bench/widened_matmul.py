@@ -118,8 +118,8 @@ def tiles_to_try(sizes: Sizes) -> list[Tile]:
         # A warp has 16 or 32 rows of weights: of fewer, two would widen the same.
         if not 16 <= weights // num_warps <= 32:
             continue
-        # Where there are many programs they have 64 rows or more; few wait for their first bytes.
-        if weights < 64 if many else num_stages < 3:
+        # Many programs have 64 rows or more, and few wait for their first bytes.
+        if weights < 64 if many else num_stages not in (3, 4):
             continue
         splits = (1,) if many else _splits_to_try(e * -(-n // weights), -(-k // BLOCK))
         stage_bytes = weights * BLOCK + rows * BLOCK * 2

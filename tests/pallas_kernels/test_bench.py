@@ -342,9 +342,22 @@ def test_sizes_are_picked_whole_or_by_one_letter_and_a_wrong_one_is_refused():
         (["matmul"], [], "fp8_matmul"),
         ([], ["64 by 64"], "neither"),
         (["fp8_matmul"], ["1x1x1"], "no size"),
+        (["fp8_matmul"], ["64x4096x7168", "1x1x2"], "is 1x1x2"),
     ):
         with pytest.raises(SizesError, match=said):
             plans(ops, sizes)
+
+
+def test_tiles_are_compared_at_sizes_of_one_s_own(monkeypatch, tmp_path):
+    asked = []
+    tune = lambda sizes, table, num_rounds: asked.append(sizes) or iter(())
+    monkeypatch.setitem(
+        suite.SWEEPS, "widened_matmul", replace(suite.SWEEPS["widened_matmul"], tune=tune)
+    )
+    list(suite.sweep("widened_matmul", ["1x16x3072x2048", "2x9x256x512"], out=tmp_path / "t.json"))
+    assert asked == [(1, 16, 3072, 2048), (2, 9, 256, 512)]
+    with pytest.raises(SizesError, match="no size"):
+        list(suite.sweep("widened_matmul", ["9x256x512"], out=tmp_path / "t.json"))
 
 
 @pytest.mark.parametrize("op", ["fp8_training", "fp8_wgrad"])
