@@ -1,7 +1,7 @@
 """Time few rows times weights in 8 bits: bound by reading them, beside the same in bfloat16."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -28,7 +28,7 @@ from pallas_kernels.quantize import quantize
 from pallas_kernels.tuning import Table
 from pallas_kernels.widened_matmul import OP, widened_matmul
 from pallas_kernels.widened_matmul.cases import BENCH_SHAPES, make_case, tuning_key
-from pallas_kernels.widened_matmul.jax_triton import ROW_TILES, Tile
+from pallas_kernels.widened_matmul.jax_triton import ROW_TILES, Tile, warps_for
 
 # E, M, N, K; all matrices multiply the same rows.
 Sizes = tuple[int, int, int, int]
@@ -38,8 +38,6 @@ OURS, BFLOAT16 = "jax_triton", "xla_bfloat16"
 ROTATION_BYTES = 200_000_000
 MAX_SETS = 24
 NUM_COMPILE_THREADS = 12
-# Of a lane, in registers.
-MOST_SUMS = 64
 # In the norm of the whole: weights and results are rounded to bfloat16.
 MOST_ERROR = 1e-2
 
@@ -114,24 +112,13 @@ def tiles_to_try(sizes: Sizes) -> list[Tile]:
     found = []
     cores = hardware.current().num_cores
     many = e * -(-n // BLOCK) >= cores
-    for weights, num_warps, num_stages in product((16, 32, 64, 128), (1, 2, 4), (2, 3, 4, 6)):
-        # A warp has 16 or 32 rows of weights: of fewer, two would widen the same.
-        if not 16 <= weights // num_warps <= 32:
-            continue
-        # Many programs have 64 rows or more, and few wait for their first bytes.
-        if weights < 64 if many else num_stages not in (3, 4):
-            continue
+    for weights, num_stages in product((64, 128), (2, 3, 4, 6)):
         splits = (1,) if many else _splits_to_try(e * -(-n // weights), -(-k // BLOCK))
         stage_bytes = weights * BLOCK + rows * BLOCK * 2
-        # Sums of a lane, and as many again of one step.
-        if weights * rows > MOST_SUMS * 32 * num_warps:
-            continue
         if num_stages * stage_bytes > SM90_SCRATCH_BYTES:
             continue
-        found += [
-            Tile(weights, rows, num_warps=num_warps, num_stages=num_stages, num_splits=split)
-            for split in splits
-        ]
+        tile = Tile(weights, rows, num_warps=warps_for(weights, rows), num_stages=num_stages)
+        found += [replace(tile, num_splits=split) for split in splits]
     return found
 
 

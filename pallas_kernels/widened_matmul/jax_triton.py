@@ -18,8 +18,11 @@ from pallas_kernels.widened_matmul.cases import FEW_ROWS, WidenedCase, tuning_ke
 
 # Columns of X that a tile may have: what wgmma takes, up to the accumulator that fits beside sums.
 ROW_TILES: tuple[int, ...] = (16, 32, 64, 128)
-# Programs of a core at once; fewer, and its reading of weights has gaps.
+# Programs of a core at once; fewer, and its reading of weights has gaps. Of many rows half as many:
+# each part of K writes the sums of all of them.
 PROGRAMS_A_CORE = 3
+# Of a lane.
+MOST_SUMS = 64
 
 # Words of the kernel's signature: an array's address, and a number known when it is compiled.
 Pointer = Any
@@ -43,7 +46,7 @@ class Tile:
     weights: int
     rows: int
     num_warps: int = 4
-    num_stages: int = 4
+    num_stages: int = 3
     num_splits: int = 1
 
 
@@ -105,11 +108,16 @@ def choose_tile(case: WidenedCase) -> Tile:
     if (settings := tuning.find("widened_matmul", key, device=case.hardware.kind)) is not None:
         return Tile(**settings)
     rows = next(size for size in ROW_TILES if size >= case.m)
-    cores = PROGRAMS_A_CORE * case.hardware.num_cores
+    cores = PROGRAMS_A_CORE * case.hardware.num_cores // (1 if rows == ROW_TILES[0] else 2)
     weights = BLOCK if case.p * (round_up(case.n, BLOCK) // BLOCK) >= cores else BLOCK // 2
     programs = case.p * -(-case.n // weights)
     splits = max(1, min(cores // programs, -(-case.k // BLOCK) // 2, 8))
-    return Tile(weights=weights, rows=rows, num_splits=splits)
+    return Tile(weights, rows, num_warps=warps_for(weights, rows), num_splits=splits)
+
+
+def warps_for(weights: int, rows: int) -> int:
+    """Return one warpgroup, or two where one would spill its sums: they are twice in registers."""
+    return 4 if weights * rows <= MOST_SUMS * 128 else 8
 
 
 def widened_product(

@@ -255,12 +255,14 @@ def test_a_sweep_of_widened_weights_tries_tiles_that_fit(monkeypatch):
     sizes = (2, 60, 256, 512)
     tiles = widened_matmul.tiles_to_try(sizes)
     # K is four steps, and few programs have parts of two.
-    assert {(t.weights, t.num_splits) for t in tiles} == {(16, 2), (32, 2), (64, 2), (128, 2)}
+    assert {(t.weights, t.num_splits) for t in tiles} == {(64, 2), (128, 2)}
     many = widened_matmul.tiles_to_try((64, 60, 1408, 2048))
-    shapes = {(t.weights, t.num_warps, t.num_splits) for t in many}
-    assert shapes == {(64, 2, 1), (64, 4, 1), (128, 4, 1)}
+    assert {(t.weights, t.num_splits) for t in many} == {(64, 1), (128, 1)}
     one = widened_matmul.tiles_to_try((1, 16, 3072, 2048))
-    assert {t.num_splits for t in one if t.weights == 16} == {1, 2}
+    assert {t.num_splits for t in one if t.weights == 64} == {2, 4, 8}
+    # 128 x 128 sums would be 128 of a lane of four warps, and as many again of one step.
+    full = widened_matmul.tiles_to_try((64, 100, 1408, 2048))
+    assert {(t.weights, t.num_warps) for t in full} == {(64, 4), (128, 8)}
     monkeypatch.setattr(widened_matmul, "tiles_to_try", lambda sizes: tiles[:2])
     monkeypatch.setattr(widened_matmul, "OURS", "xla")
     times = {"0": 3.0, "1": 1.0}

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -28,7 +28,6 @@ from pallas_kernels.quantize.cases import QuantizeCase
 from pallas_kernels.widened_matmul import jax_triton as widened_file
 from pallas_kernels.widened_matmul import widened_matmul
 from pallas_kernels.widened_matmul.cases import make_case as widened_case
-from pallas_kernels.widened_matmul.cases import tuning_key
 from tests.pallas_kernels.latent_cache import by_numpy, make_batch
 from tests.pallas_kernels.operands import (
     exact_product,
@@ -257,27 +256,24 @@ def test_mapping_over_activations_is_one_call():
 
 
 @needs_triton
-@pytest.mark.parametrize("sizes", [(64, 16, 1408, 2048), (64, 64, 2048, 1408), (1, 9, 200, 130)])
-def test_widened_weights_become_matrix_instructions_without_spills(sizes, tmp_path):
+@pytest.mark.parametrize(
+    "sizes", [(64, 16, 1408, 2048), (1, 64, 2048, 1408), (64, 128, 2048, 1408), (1, 9, 200, 130)]
+)
+def test_widened_weights_become_wgmma_without_spills(sizes, tmp_path):
     e, m, n, k = sizes
 
     def run(x, w):
         w = quantize(w, format=WEIGHT, backend="xla")
         return widened_matmul(x, w, backend="jax_triton")
 
-    for tile in (None, widened_file.Tile(weights=32, rows=64, num_warps=2)):
-        table = tuning.Table("NVIDIA H200")
-        if tile is not None:
-            key = tuning_key(widened_case(*sizes, hardware=hardware.find("NVIDIA H200")))
-            table = table.with_entry("widened_matmul", key, settings=asdict(tile))
-        with tuning.override(table):
-            (call,) = calls_of(run, ((m, k), jnp.bfloat16), ((e, n, k), jnp.bfloat16))
-        path = tmp_path / "kernel.ptx"
-        instructions = assemble(call, path)
-        assert instructions
-        assert all("bf16.bf16" in one for one in instructions)
-        # A cast of one element to 16 bits takes a core longer than reading the element does.
-        assert "F2F." not in machine_code(path)
+    with tuning.override(tuning.Table("NVIDIA H200")):
+        (call,) = calls_of(run, ((m, k), jnp.bfloat16), ((e, n, k), jnp.bfloat16))
+    path = tmp_path / "kernel.ptx"
+    instructions = assemble(call, path)
+    assert instructions
+    assert all("wgmma" in one and "f32.bf16.bf16" in one for one in instructions)
+    # A cast of one element to 16 bits takes a core longer than reading the element does.
+    assert "F2F." not in machine_code(path)
 
 
 def decode_operands(batch, num_queries, num_heads, max_pages):
