@@ -13,11 +13,16 @@ from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
 from typing import Any
 
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
 from pallas_kernels import mosaic
 from pallas_kernels.hardware import Hardware
 
 # The calling convention of jax-triton's next series is another, and it needs a later Triton.
 VERSIONS: dict[str, str] = {"jax-triton": "0.3", "triton": "3.6"}
+# Of the plugin's handler with typed attributes.
+TARGET = "triton_kernel_call_ffi"
 PLUGINS: tuple[str, ...] = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
@@ -59,6 +64,7 @@ def call(
     Args:
         uses: functions of its module that it calls, by name; from here on Triton's.
     """
+    lower_to_typed_calls()
     return importlib.import_module("jax_triton").triton_call(
         *arrays,
         kernel=_compiled(source, uses),
@@ -67,6 +73,28 @@ def call(
         compute_capability=int(hardware.architecture.removeprefix("sm")),
         **options,
     )
+
+
+@lru_cache(maxsize=1)
+def lower_to_typed_calls() -> None:
+    """Lower calls to the handler that XLA may record in a CUDA graph.
+
+    The untyped one, to which this series of jax-triton lowers, ends each graph: a step of decoding
+    is then launched kernel by kernel, which takes the host longer than the kernels take.
+    """
+    library = importlib.import_module("jax_triton.triton_lib")
+
+    def lower(ctx: mlir.LoweringRuleContext, *arrays: Any, **params: Any) -> Any:
+        backend = library.get_cuda_backend
+        results = library.triton_kernel_call_lowering(backend, ctx, *arrays, **params)
+        attributes = results[0].owner.attributes
+        attributes["call_target_name"] = ir.StringAttr.get(TARGET)
+        attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
+        opaque = attributes["backend_config"]
+        attributes["backend_config"] = ir.DictAttr.get({"opaque": opaque})
+        return results
+
+    mlir.register_lowering(library.triton_kernel_call_p, lower, platform="cuda")
 
 
 @lru_cache(maxsize=16)

@@ -42,7 +42,8 @@ def lowered(patterns, *, remat="none", kind="NVIDIA H200"):
 def matrices_taken(text):
     """How many matrices each kernel that rounds takes: one, or two or three of a feed-forward."""
     return [
-        len(operands.split(",")) for operands in re.findall(r"@triton_kernel_call\(([^)]*)", text)
+        len(operands.split(","))
+        for operands in re.findall(r"@triton_kernel_call_ffi\(([^)]*)", text)
     ]
 
 

@@ -333,7 +333,7 @@ def test_sharded_operands_stay_on_their_devices():
         with jax.set_mesh(mesh), deviceless.without_cache():
             text = jax.jit(function).lower(*placed).compile().as_text()
         assert "all-gather" not in text
-        calls = [line for line in text.splitlines() if '"triton_kernel_call"' in line]
+        calls = [line for line in text.splitlines() if '"triton_kernel_call_ffi"' in line]
         return [line.split("operand_layout_constraints=")[1] for line in calls]
 
     x, w = operands(512, 2048, 4096)

@@ -7,7 +7,7 @@ import zlib
 
 import jax
 
-from pallas_kernels import hardware
+from pallas_kernels import hardware, triton
 
 
 def calls_of(function, *shapes, kind="NVIDIA H200"):
@@ -21,8 +21,9 @@ def calls_of(function, *shapes, kind="NVIDIA H200"):
         for inner in (o for r in operation.regions for b in r.blocks for o in b.operations):
             attributes = inner.operation.attributes
             named = "call_target_name" in attributes
-            if named and attributes["call_target_name"].value == "triton_kernel_call":
-                found.append(zlib.decompress(attributes["backend_config"].value_bytes))
+            if named and attributes["call_target_name"].value == triton.TARGET:
+                opaque = attributes["backend_config"]["opaque"]
+                found.append(zlib.decompress(opaque.value_bytes))
             look(inner.operation)
 
     look(lowered.compiler_ir("stablehlo").operation)

@@ -84,7 +84,7 @@ def test_a_decoding_step_copies_neither_pages_nor_weights(lowering, form):
     # Each layer's four of attention, and three of the dense feed-forward or of the shared
     # experts; of two layers the routed experts too.
     expected = 3 * (4 + 3) + 2 * 3 if form[1] else 0
-    assert text.count('custom_call_target="triton_kernel_call"') == expected
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == expected
     smallest = 512 * 16 * 128  # elements of the smallest up-projection
     moved = re.findall(rf"= (\w+)\[([\d,]+)\]\S* (?:{MOVES})\(", text[text.index("ENTRY") :])
     large = [shape for shape in moved if elements(shape) >= smallest]
@@ -104,6 +104,6 @@ def test_a_prompt_s_step_widens_no_expert_before_it_multiplies(lowering):
         program = lowering.prefill(1, 512, width=WIDTH, num_logits=1).compile()
     text = program.as_text()
     # Of the two layers with experts three products each; linear operations have too many rows.
-    assert text.count('custom_call_target="triton_kernel_call"') == 2 * 3
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 2 * 3
     one_expert_layer = 3 * 64 * 2048 * 1408
     assert program.memory_analysis().temp_size_in_bytes < one_expert_layer
