@@ -16,6 +16,7 @@ COLOURS: dict[str, str] = {
     "grouped_masked": "#e69f00",
     "mla_decode": "#009e73",
     "flash_attention": "#cc79a7",
+    "widened_matmul": "#000000",
 }
 # (ceiling, name, colour, line)
 ROOFS = (
@@ -31,7 +32,8 @@ def write_roofline(results: Results, path: Path) -> None:
         ConfigError: if matplotlib is missing or nothing in `results` has FLOPs.
     """
     pyplot = open_pyplot()
-    lines = [x for x in summary(results) if x.record.flops and x.record.bytes_moved]
+    lines = [x for x in summary(results) if x.key.op in COLOURS]
+    lines = [x for x in lines if x.record.flops and x.record.bytes_moved]
     if not lines:
         raise ConfigError("nothing that was measured has FLOPs, so there is nothing to draw")
     figure, axes = pyplot.subplots(figsize=(9.6, 5.2), layout="constrained")
