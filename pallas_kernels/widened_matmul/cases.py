@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.formats import BLOCK, round_up
+from pallas_kernels.formats import BLOCK, Element, round_up
 from pallas_kernels.hardware import Hardware
 
 # Most rows whose sums a program of the Triton kernel holds.
@@ -19,6 +19,7 @@ class WidenedCase:
         p: products; what they read of W counts as if no two had the same matrix.
         shared: every matrix multiplies the same X [M, K].
         dtype: of X and Y.
+        element: of W.
     """
 
     p: int
@@ -28,6 +29,7 @@ class WidenedCase:
     hardware: Hardware
     shared: bool = False
     dtype: str = "bfloat16"
+    element: Element = "e4m3"
 
     @property
     def padded_flop_ratio(self) -> float:

@@ -57,6 +57,8 @@ def refuses(case: WidenedCase) -> str | None:
         return f"{case.m} rows: a program holds the sums of at most {FEW_ROWS}"
     if case.dtype != "bfloat16":
         return f"rows are {case.dtype}; the matrix unit takes them in bfloat16"
+    if case.element != "e4m3":
+        return f"weights are {case.element}; the instruction that widens them reads e4m3"
     if device.platform == "cuda" and not device.supports("float8"):
         return f"{device.kind} is {device.architecture}, which has no casts from 8-bit floats"
     return triton.refuses(device) or sharded.refuses_mesh()

@@ -68,7 +68,13 @@ def case_of(x: jax.Array, w: Quantized, *, num_tiles: int) -> WidenedCase:
             f"[E, N, K], and P the number of matrices, here {num_tiles}."
         )
     sizes = {"p": num_tiles, "m": x.shape[-2], "n": w.rows, "k": w.columns}
-    return WidenedCase(**sizes, hardware=hardware.current(), shared=shared, dtype=x.dtype.name)
+    return WidenedCase(
+        **sizes,
+        hardware=hardware.current(),
+        shared=shared,
+        dtype=x.dtype.name,
+        element=w.format.element,
+    )
 
 
 def _by_reference(

@@ -73,6 +73,7 @@ CASES = {
         (widened_file, {"hardware": hardware.find("NVIDIA A100")}, "8-bit floats"),
         (widened_file, {"m": 129}, "129 rows"),
         (widened_file, {"dtype": "float32"}, "float32"),
+        (widened_file, {"element": "e5m2"}, "e5m2"),
     ],
 )
 def test_what_a_kernel_does_not_serve_is_refused_with_the_reason(file, changes, words):
