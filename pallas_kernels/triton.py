@@ -80,7 +80,8 @@ def lower_to_typed_calls() -> None:
     """Lower calls to the handler that XLA may record in a CUDA graph.
 
     The untyped one, to which this series of jax-triton lowers, ends each graph: a step of decoding
-    is then launched kernel by kernel, which takes the host longer than the kernels take.
+    is then launched kernel by kernel, which takes the host longer than the kernels take. It is the
+    lowering of all Triton calls of the process from here on.
     """
     library = importlib.import_module("jax_triton.triton_lib")
 

@@ -280,7 +280,9 @@ def _stop_if_ours_failed(found: "Results") -> None:
 
 
 def tune_command(
-    op: Annotated[str, typer.Option(help="fp8_matmul, fp8_wgrad or grouped_matmul.")],
+    op: Annotated[
+        str, typer.Option(help="fp8_matmul, fp8_wgrad, grouped_matmul or widened_matmul.")
+    ],
     out: Annotated[Path, typer.Option(help="Tuning table to write.", metavar="FILE")],
     sizes: Sizes = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,

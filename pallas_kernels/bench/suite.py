@@ -183,11 +183,14 @@ def sweep(
     """
     chosen, picked = SWEEPS[op], picker(sizes)
     asked = [one for one in chosen.sizes if picked(chosen.named(one))]
-    asked += [
-        one for one in whole_sizes(sizes) if one not in asked and len(one) == len(chosen.sizes[0])
-    ]
-    if not asked:
-        raise SizesError(f"no size of {op} is {', '.join(sizes)}.")
+    asked += [one for one in whole_sizes(sizes) if one not in asked]
+    letters = chosen.named(chosen.sizes[0])
+    wrong = ["x".join(map(str, one)) for one in asked if len(one) != len(letters)]
+    if wrong or not asked:
+        said = ", ".join(wrong or sizes)
+        raise SizesError(
+            f"no size of {op} is {said}: it has {len(letters)}, {' x '.join(letters)}."
+        )
     device = hardware.current().kind
     table = Table(device, (("jax", jax.__version__),), tuning.shipped(device).entries)
     for one in asked:

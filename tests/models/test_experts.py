@@ -151,6 +151,15 @@ def test_a_choice_keeps_its_place_among_those_of_its_expert():
     assert found.slot_of_choice.tolist() == [TILE_ROWS, 0, TILE_ROWS + 1, TILE_ROWS + 2, 1]
 
 
+def test_places_found_by_a_sort_are_those_found_by_comparing(monkeypatch):
+    experts = jnp.asarray(np.random.default_rng(0).integers(0, EXPERTS + 1, 300), jnp.int32)
+    compared = expert_tiles.ranks_and_counts(experts, num_experts=EXPERTS)
+    monkeypatch.setattr(expert_tiles, "MOST_COMPARED", 0)
+    by_sort = expert_tiles.ranks_and_counts(experts, num_experts=EXPERTS)
+    for found, expected in zip(compared, by_sort, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("experts", "used"), [([2] * 300, 3), ([0, 1, 3], 3), ([EXPERTS] * 3, 0), ([1] * 128, 1)]
 )
